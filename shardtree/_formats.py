@@ -1,6 +1,6 @@
-"""Rows of the dispatch table for other programs' formats, and for the maintenance of our own, as import paths.
+"""Rows of the dispatch table for other programs' formats, and for removal and verification in our own format.
 
-A function is imported at its first call, so that a save in our own format imports no other format.
+Functions are named by import paths, and imported at their first call: a save in our own format imports no other format.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ _READ = ("load_common", "load_sharded", "load_objects", "load_metadata", "verify
 
 
 def rows() -> Rows:
-    """Return the rows that the shell doesn't define itself: import paths of functions, and makers of traits."""
+    """Return the dispatch-table rows that the shell doesn't define itself, by (action, backend, version).
+
+    Each value is the import path of a function; in rows of DESCRIBE, it is a function that makes the format's traits.
+    """
     # Imported here, since the table calls this function during its own import, when it has imported both names.
     from .shell.table._actions import StrategyAction
     from .shell.table._traits import FormatTraits

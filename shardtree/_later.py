@@ -1,7 +1,7 @@
-"""The module of each name at the root; a name is imported from it at its first use (PEP 562).
+"""Import table of the root package's names: each name is imported from its module at its first use (PEP 562).
 
-Loading all takes a few hundred milliseconds, and torch seconds: `import shardtree` loads neither, so that the command
-line can answer at once.
+Importing all modules takes a few hundred milliseconds, and torch takes seconds. `import shardtree` does neither, so
+that the command line can answer at once.
 """
 
 import typing

@@ -1,7 +1,7 @@
-"""Import paths of the names outside core and shell that these two use; there are no others.
+"""Import paths of the functions outside core and shell that core and shell use; they use no others.
 
-A save or load of our own format needs only `formats`, the table's rows; the others are imported when they are needed.
-A path is a module of the package and, after a colon, a name in it.
+A save or load in our own format needs only `formats`, which returns rows of the dispatch table; the others are imported
+on demand. A path is a module of the package and, after a colon, a name in it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Imports of moved modules by their old names, which pickles and programs contain."""
+"""An import hook for the old names of moved modules, which pickles and programs still contain."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from ._moved import new_address
 
 
 class _OldNames(MetaPathFinder, Loader):
-    """Finder and loader of old names; an import returns the moved module itself, not a second copy of it."""
+    """Finder and loader for old module names; an import returns the moved module itself, not a second copy of it."""
 
     def find_spec(self, fullname: str, path: object = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Return a spec for an old name, None for all others."""
+        """Return a spec for the old name of a moved module; None for any other name, or if no such module exists."""
         now = new_address(fullname)
         if now == fullname:
             return None
@@ -28,7 +28,7 @@ class _OldNames(MetaPathFinder, Loader):
         return None
 
     def exec_module(self, module: ModuleType) -> None:
-        """Replace the new, empty module in `sys.modules` with the moved one, as the import system allows."""
+        """Put the moved module into `sys.modules` in place of `module`, which is empty; the import then returns it."""
         now = import_module(new_address(module.__name__))
         # Another thread that waits for this import may have the empty module already, so it forwards its attributes.
         vars(module)["__getattr__"] = partial(getattr, now)
@@ -36,7 +36,7 @@ class _OldNames(MetaPathFinder, Loader):
 
 
 def install() -> None:
-    """Let this process import old names."""
+    """Install the finder of old module names in this process, unless it is installed already."""
     # This finder is the first: below a moved package, the usual one would find the file and load it a second time.
     if not any(isinstance(each, _OldNames) for each in sys.meta_path):
         sys.meta_path.insert(0, _OldNames())

@@ -128,7 +128,7 @@ class StorageError(CheckpointingException, OSError):
 
 
 class OutcomeUnknown(StorageError):
-    """No answer came to a request that commits a save, and the store may still execute it; nothing was removed."""
+    """No answer came to a request that commits a save. The store may still execute it, so no file was removed."""
 
 
 class WorldError(CheckpointingException, RuntimeError):
@@ -222,7 +222,7 @@ class RemoteStorageError(RemoteError, StorageError):
 
 
 class RemoteOutcomeUnknown(RemoteError, OutcomeUnknown):
-    """No answer came to some rank's request that commits a save; nothing was removed."""
+    """No answer came to some rank's request that commits a save; no file was removed."""
 
 
 # The twin of each class. They are collected here, since a later subclass of RemoteError, a user's, isn't a twin.
@@ -298,7 +298,7 @@ def printable(text: str) -> str:
 
 
 def shorten(offenders: Iterable[str], shown: int = _SHOWN, count: int | None = None) -> list[str]:
-    """Return the first few offenders, followed by the number of the others; `count` is the total, if known.
+    """Return the first few offenders, then a line that counts the others; `count` is the total number, if known.
 
     Examples:
         >>> shorten(["a", "b", "c", "d"], shown=2), shorten(["a", "b"], shown=2, count=2**40)
@@ -311,9 +311,9 @@ def shorten(offenders: Iterable[str], shown: int = _SHOWN, count: int | None = N
 
 
 def missing_numbers(numbers: Container[int], present: int, count: int) -> list[int]:
-    """Return the smallest missing numbers below a count, at most as many as an error lists.
+    """Return the smallest numbers from 0 that `numbers` lacks, for an error: at most ten, all of them below `count`.
 
-    The count may come from a file, so it may be huge; `present` is the number of elements of `numbers` below it.
+    `present` is the number of elements of `numbers` below `count`, which may be huge, since it may come from a file.
 
     Examples:
         >>> missing_numbers({0, 2}, 2, 4), missing_numbers({1}, 1, 2**70)[:3]

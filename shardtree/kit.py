@@ -1,4 +1,4 @@
-"""The names for writing formats and stores; those that come with shardtree import no other name of the package.
+"""The names for writing formats and stores. Those that come with shardtree import only these, and names of `errors`.
 
 They are public and versioned with the package, and may change with a note in the changelog. docs/writing-a-backend.md
 has a line about each.

@@ -1,4 +1,4 @@
-"""Layouts of global tensors over ranks: shards as columns, and whether they tile their tensors."""
+"""Layouts of global tensors over ranks: tables of shards, and checks that shards cover each tensor exactly once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arrays of objects in another shape: rules for state that isn't a tensor."""
+"""Arrays of objects, such as one random state per rank, and rules that change an array's shape."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Plans: which rank writes which shard, and where stored bytes go. Every rank computes the same plan.
 
-This module isn't stable yet: its names may still change, except those that the root has, too.
+This module isn't stable yet: its names may still change, except those that `shardtree` itself also exports.
 """
 
 from __future__ import annotations

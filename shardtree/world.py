@@ -1,4 +1,4 @@
-"""Ranks and their collectives: one process, simulated ranks, or the ranks of torch.distributed; and phases."""
+"""Ranks and their collectives: one process, simulated ranks, or torch.distributed; and errors that all ranks raise."""
 
 from __future__ import annotations
 

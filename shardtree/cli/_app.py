@@ -133,7 +133,7 @@ def picture(
     ] = None,
     allow_pickle: _AllowPickle = False,
 ) -> int:
-    """Draw the parts of a tensor by file, without reading a tensor."""
+    """Draw which file holds which part of a tensor, without reading a tensor."""
     from ._views import run_picture
 
     return run_picture(checkpoint, key, out, allow_pickle=allow_pickle)
@@ -150,7 +150,7 @@ def verify(
         int | None, typer.Option(min=1, metavar="N", help="Threads that check.", show_default="torch's, up to 4")
     ] = None,
     replicas: Annotated[
-        bool, typer.Option("--replicas", help="Only show the differences between files' copies of a tensor.")
+        bool, typer.Option("--replicas", help="Only show tensors whose copies in different files differ.")
     ] = False,
     require_checksums: Annotated[
         bool,
@@ -248,7 +248,7 @@ def convert(
         str | None,
         typer.Option(
             metavar="FILE.py:NAME",
-            help="Loading code, from tensors by name to tensors by name, or a trace of it. Applied before --transform.",
+            help="Loading code (tensors by name to tensors by name), or its trace; runs before --transform.",
         ),
     ] = None,
     transform_common: Annotated[
@@ -287,7 +287,7 @@ def convert(
     ] = None,
     shapes: Annotated[
         Literal["stored"] | None,
-        typer.Option(metavar="stored", help="Trust the shapes that parts make, if the format stores no shapes."),
+        typer.Option(metavar="stored", help="Trust the shapes that stored pieces add up to, if no shapes are stored."),
     ] = None,
     max_bytes_in_flight: Annotated[
         str, typer.Option(metavar="SIZE", help="Upper bound of the bytes of tensors in memory.")
@@ -339,7 +339,7 @@ def trace(
         str,
         typer.Argument(
             metavar="FILE.py:NAME",
-            help="Loading code, from tensors by name to tensors by name. The whole file is executed.",
+            help="Loading code: a function from tensors by name to tensors by name. The whole file is executed.",
         ),
     ],
     checkpoint: Annotated[str, typer.Argument(metavar="CKPT", help="A checkpoint's folder, file or URL.")],
@@ -348,7 +348,7 @@ def trace(
     ] = None,
     as_json: Json = False,
 ) -> int:
-    """Show the outputs of loading code, and the tensors that it forgets or writes twice, without reading a tensor."""
+    """Show the outputs of loading code, and elements that it leaves out or writes twice, without reading a tensor."""
     from ._names import function_named
     from ._plan import run_trace
 
@@ -396,7 +396,7 @@ def explain(
     plain: _Plain = None,
     exchange: Annotated[
         Literal["auto", "always", "never"],
-        typer.Option(help="Whether one rank reads for all a box that several ranks want."),
+        typer.Option(help="Whether one rank reads a box that several ranks want, and sends it to the others."),
     ] = "auto",
     as_json: Json = False,
     allow_pickle: _AllowPickle = False,
@@ -438,7 +438,7 @@ def plan(
 ) -> int:
     """Show the bytes that move between ranks when tensors change their layout, without moving them.
 
-    A side without a layout has its stored pieces: piece i of each tensor is on rank i.
+    If no layout is given for A or B, piece i of each of its stored tensors counts as being on rank i.
     """
     from ._layouts import mesh_layout
     from ._plan import run_plan

@@ -1,4 +1,4 @@
-"""Common parts of all commands: help, exit statuses, errors in terms of options, a stdout that may be closed."""
+"""Behaviour that all commands share: help, exit statuses, errors that name options, and a stdout closed early."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ _options: ContextVar[Mapping[str, str]] = ContextVar("options", default=MappingP
 
 
 def options_as_typed() -> Mapping[str, str]:
-    """Return the spelling of the running command's options, by the keywords that they are passed as."""
+    """Return the running command's options as users type them, such as ``--key PATTERN``, by Python keyword."""
     return _options.get()
 
 
 class Command(TyperCommand):
-    """A command of shardtree."""
+    """A command of shardtree: its function returns the exit status, and its errors name options."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """Return its parameters, --help included."""
+        """Return the parameters, --help included; the help shows no value type for flags."""
         return _without_types(super().get_params(ctx))
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command, and exit with the status that it returns; an error of ours becomes text and status 2."""
+        """Run the command, and exit with the status that it returns; our own errors are printed, and give status 2."""
         options = [param for param in self.params if isinstance(param, TyperOption)]
         texts = {str(option.name): _spelling(option) for option in options}
         token = _options.set({**texts, **{name: texts[same] for name, same in _OF_SAVES.items() if same in texts}})
@@ -75,11 +75,11 @@ class CommandGroup(TyperGroup):
     """The group of all commands."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """Return its parameters, --help included."""
+        """Return the parameters, --help included; the help shows no value type for flags."""
         return _without_types(super().get_params(ctx))
 
     def make_context(self, *args: Any, **more: Any) -> Any:
-        """Parse the command line, which prints the help and the version."""
+        """Parse the command line, and handle a stdout that can't be written, since --help and --version print here."""
         with _checked_stdout():
             return super().make_context(*args, **more)
 
@@ -88,12 +88,12 @@ class CommandGroup(TyperGroup):
         return super().parse_args(ctx, args or ["--help"])
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command."""
+        """Run the command, and handle a stdout that can't be written."""
         with _checked_stdout():
             return super().invoke(ctx)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Print the whole summary of each command, which the libraries' own lists would cut to a line."""
+        """Print each command with its whole summary; by default, the libraries cut it to fit a line."""
         with formatter.section("Commands"):
             summaries = [(name, command.get_short_help_str(limit=1000)) for name, command in self.commands.items()]
             formatter.write_dl(summaries)
@@ -114,10 +114,10 @@ def _checked_stdout() -> Iterator[None]:
 
 
 def unprintable(error: OSError) -> int:
-    """Return the exit status for a stdout that can't be written; an error other than a closed pipe is printed.
+    """Return the exit status after an error of writing to stdout; print the error unless the reader closed the pipe.
 
     Raises:
-        OSError: The error concerns a file, or is our own.
+        OSError: `error` doesn't come from stdout: it names a file, or is one of our own errors.
     """
     if error.errno is None or error.filename is not None:
         raise error
@@ -133,7 +133,7 @@ def unprintable(error: OSError) -> int:
 
 
 def printed(work: Callable[[], int]) -> int:
-    """Return the exit status of a function that prints, or the one for a stdout that can't be written."""
+    """Run a function that prints, and return its exit status, or that of `unprintable` if stdout can't be written."""
     try:
         status = work()
         # The flush finds a closed pipe now; at the interpreter's exit it would print an error.
@@ -220,7 +220,7 @@ def _as_option(match: re.Match[str], options: Mapping[str, str]) -> str:
 
 
 def _values(value: str) -> list[str]:
-    """Return the values of a literal as they are typed; none if it is a placeholder."""
+    """Return the values of a Python literal as a user types them; empty for None, `...` and other text."""
     try:
         literal = ast.literal_eval(value)
     except (ValueError, SyntaxError):

@@ -1,4 +1,4 @@
-"""A checkpoint's contents as rows: tensors with their cuts, objects, and the common state in brief."""
+"""Rows for a checkpoint's contents: tensors with their cuts into pieces, objects, and short texts of other values."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class TensorRow:
         shape: Shape of the whole tensor.
         length: Number of bytes of all its elements.
         grid: Number of pieces along each axis; None if the format doesn't record it.
-        is_proven: True if the checkpoint proves the shape; else a file may be missing.
+        is_proven: False if the shape was computed from the files' pieces: it is too small if a file is missing.
     """
 
     key: str
@@ -81,7 +81,7 @@ class StoredContents:
     Attributes:
         tensors: Tensors by key.
         objects: Objects by unique key.
-        untaken: Reason that other stored or listed tensors aren't included, by key.
+        untaken: Reasons why further stored values can't be loaded and aren't included, by key or name.
     """
 
     tensors: tuple[TensorRow, ...]
@@ -90,7 +90,7 @@ class StoredContents:
 
 
 def shape_text(shape: Sequence[int]) -> str:
-    """Return a shape as text.
+    """Return the lengths of a shape joined by multiplication signs; `scalar` if it has no axes.
 
     Examples:
         >>> shape_text((2,)), shape_text(())
@@ -105,7 +105,7 @@ def product_text(numbers: Sequence[int]) -> str:
 
 
 def cut_text(grid: Grid | None) -> str:
-    """Return a brief text about a tensor's cut."""
+    """Return the number of pieces along each axis as text, or a word such as `whole` or `flat`; `?` if unknown."""
     if grid is None:  # Formats of other programs may not tell.
         return "?"
     if grid.kind in ("regular", "uneven"):
@@ -114,7 +114,9 @@ def cut_text(grid: Grid | None) -> str:
 
 
 def contents_of(metadata: Mapping[str, ShardedTensor | ShardedObject]) -> StoredContents:
-    """Return the rows of a checkpoint's metadata, for any format.
+    """Return rows for the tensors and objects in a checkpoint's metadata.
+
+    Cuts of tensors and lengths of objects are known only if the metadata is that of an index.
 
     Examples:
         >>> import torch
@@ -138,12 +140,19 @@ def contents_of(metadata: Mapping[str, ShardedTensor | ShardedObject]) -> Stored
 
 
 def contents_at(tree: OpenCheckpoint) -> StoredContents:
-    """Return the rows of an open checkpoint, with the cuts of tensors if its format has an index."""
+    """Return rows for an open checkpoint's contents, under the names that a load uses.
+
+    Cuts of tensors are known only if the format has an index.
+    """
     return _contents(tree, index_of(tree.checkpoint, tree.strategies, tree.metadata))
 
 
 def contents_in_files(tree: OpenCheckpoint, patterns: Sequence[str] = ()) -> StoredContents:
-    """Return the rows by the files' names, without a read; if a pattern matches no such name, by a load's names."""
+    """Return rows for an open checkpoint's contents under the names in its files, which takes no further reads.
+
+    Some formats must read more to find the names that a load uses. Those names are returned instead if one of the
+    patterns matches no name in the files.
+    """
     contents = _contents(tree, index_of(tree.checkpoint, tree.strategies))
     is_whole = not isinstance(tree.metadata, DeferredMetadata) or not _misses(patterns, _names_in([contents]))
     return contents if is_whole else contents_at(tree)
@@ -162,7 +171,12 @@ def _contents(tree: OpenCheckpoint, metadata: IndexMetadata | None) -> StoredCon
 
 
 def stored_index(tree: OpenCheckpoint, names: Iterable[str] = ()) -> Index | None:
-    """Return the index of stored pieces, under some names; None if the format has no index."""
+    """Return the index of the pieces in a checkpoint's files; None if its format has no index.
+
+    Args:
+        tree: Open checkpoint.
+        names: Names of tensors that the index must have; to find them, some formats read further files.
+    """
     metadata = index_of(tree.checkpoint, tree.strategies, names)
     return None if metadata is None else metadata.shown
 
@@ -188,7 +202,7 @@ def matcher(patterns: Sequence[str]) -> Callable[[str], bool]:
 
 
 def check_patterns(command: str, patterns: Sequence[str], *checkpoints: StoredContents) -> None:
-    """Raise if a pattern matches no key of any checkpoint: misspelt, it would make a check pass that checks nothing.
+    """Raise if a pattern matches no key of any checkpoint: a misspelt one would select nothing, and a check would pass.
 
     Raises:
         KeyMismatch: A pattern matches no key; the error names each such pattern, with the most similar key.
@@ -213,7 +227,7 @@ def _misses(patterns: Sequence[str], names: Collection[str]) -> list[str]:
 
 
 def note_shell_patterns(option: str, patterns: Iterable[str], keys: Collection[str]) -> None:
-    """Print a note on stderr for each pattern that matches other keys than in a shell, where ``*`` crosses dots."""
+    """Print a note on stderr for each pattern that would match other keys in a shell, where ``*`` also matches dots."""
     for line in shell_differences(patterns, keys):
         typer.echo(f"note: {option} {line}; * is one part between dots, ** any number", err=True)
 
@@ -245,7 +259,7 @@ def _indexed_tensors(index: Index, unproven: Collection[str]) -> tuple[TensorRow
 
 
 def _length(shape: list[int], size: int, chunk_bytes: float) -> int:
-    """Return a tensor's length in bytes; that of its stored chunks if this torch lacks the dtype."""
+    """Return a tensor's length in bytes; that of its chunks if `size`, the item size, is -1 (unknown)."""
     return prod(shape) * size if size >= 0 else int(chunk_bytes)
 
 
@@ -263,7 +277,7 @@ _NAMES = 6
 
 
 def entries_of(common: Any) -> dict[str, Any]:
-    """Return the top-level entries of a common state, by name; those of a list by position.
+    """Return the top-level entries of a common state, by name or, in a list, by position.
 
     Examples:
         >>> entries_of({"step": 7}), entries_of([True])
@@ -284,7 +298,7 @@ def _name(key: object) -> str:
 
 
 def kind_of(value: Any) -> str:
-    """Return the name of a value's type; for a record, the name of the stored class.
+    """Return the name of a value's type; for a `Record`, the name of the class whose instance was stored.
 
     Examples:
         >>> kind_of(7), kind_of(Record("train.Config", {}))
@@ -294,7 +308,7 @@ def kind_of(value: Any) -> str:
 
 
 def brief(value: Any) -> str:
-    """Return a brief text of a value, with the names of its entries at most.
+    """Return a short text that describes a value; for a mapping, its number of entries and the first names.
 
     Examples:
         >>> brief(7), brief({"lr": 0.1, "eps": 1e-8}), brief(torch.zeros(2, 3))
@@ -322,7 +336,7 @@ def brief(value: Any) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Return a value in the types of JSON; values of other types become a brief text.
+    """Return a value in the types of JSON; values of other types become the text of `brief`.
 
     Examples:
         >>> plain({"a": (1, None), 2: float("inf")})
@@ -341,7 +355,7 @@ def plain(value: Any) -> Any:
 
 
 def fields_of(value: Any) -> dict[str, Any] | None:
-    """Return the entries of a mapping, a record or a namespace by name; None for anything else.
+    """Return the entries of a mapping, a `Record` or a namespace by name; None for any other value.
 
     Examples:
         >>> fields_of(Record("train.Config", {"lr": 0.1})), fields_of([0.1])

@@ -48,8 +48,8 @@ class Conversion:
         plain: Patterns of keys of FP8 numbers that need no scales, and may be cast.
         prune: True to leave out tensors that the transforms drop.
         optimizer_in_model_space: True to write Megatron-Core's `dp_reshardable` optimizer as `fully_reshardable`.
-        expert_parallel: True if the run that loads the converted optimizer has expert parallelism; None if it has what
-            the saved run had.
+        expert_parallel: True if the run that loads the converted optimizer has expert parallelism; None if it is as in
+            the saved run.
         trusts_shapes: True to trust shapes that are computed from the pieces in the source's files, without proof that
             no piece is missing.
         most_bytes: Upper bound of the bytes of a batch.
@@ -82,7 +82,7 @@ def run_convert(conversion: Conversion, *, as_json: bool) -> int:
     """Convert on the ranks that torchrun has started, or in this process, print a report, and return the exit status.
 
     The first rank prints the report and draws the bar. It also prints the error, if all ranks fail; if a rank is lost,
-    every other rank prints. All ranks return the same status.
+    every other rank prints the error. All ranks return the same status.
 
     Args:
         conversion: Conversion, the same on every rank.
@@ -144,7 +144,7 @@ def _run_rank(conversion: Conversion, world: World, *, as_json: bool) -> int:
 
 
 def _shapes(conversion: Conversion, world: World) -> dict[str, tuple[int, ...]] | None:
-    """Return the shapes, by key, that the source's stored pieces make; None if the conversion doesn't trust them."""
+    """Return the shapes that the source's stored pieces add up to, by key; None unless the conversion trusts them."""
     if not conversion.trusts_shapes:
         return None
     tensors = load_tensors_metadata(conversion.source, world=world)
@@ -154,7 +154,7 @@ def _shapes(conversion: Conversion, world: World) -> dict[str, tuple[int, ...]] 
 def transform_of(
     transforms: Sequence[Callable[[Any], Any]], names: Mapping[str, str], dtype: str | None, plain: Sequence[str] = ()
 ) -> Callable[[Any], Any] | None:
-    """Return the function from a checkpoint's shards to those that are written; None if nothing changes.
+    """Return the function from a checkpoint's shards to the shards to write; None if nothing changes.
 
     Args:
         transforms: Functions of a tree, in the order in which they are applied.
@@ -177,10 +177,14 @@ def transform_of(
 
 
 def strategies_of(backend: str | tuple[str, int], most_file_bytes: int | None) -> Strategies:
-    """Return the dispatch table that writes files of at most a given size.
+    """Return a dispatch table that limits the size of a Hugging Face model's files.
+
+    Args:
+        backend: Format of the destination.
+        most_file_bytes: Upper bound of a file in bytes; None for the default table.
 
     Raises:
-        StrategyError: The format can't limit its files, since each has a rank's shards, or a chunk.
+        StrategyError: A limit is given for another format than huggingface.
 
     Examples:
         >>> strategies_of("huggingface", 10**9) == default_strategies
@@ -199,7 +203,10 @@ def strategies_of(backend: str | tuple[str, int], most_file_bytes: int | None) -
 
 
 def _look(conversion: Conversion) -> tuple[dict[str, Any], int]:
-    """Return the changes of `model_space` if requested, and the approximate number of bytes to move, for the bar."""
+    """Return arguments for `convert`, and the approximate number of bytes to write and read back, for the bar.
+
+    The arguments rewrite the optimizer as `model_space` says; they are empty unless this is requested.
+    """
     tree = open_checkpoint(conversion.source, options=LoadOptions(allow_pickle=conversion.allow_pickle))
     changes = {}
     if conversion.optimizer_in_model_space:

@@ -52,12 +52,13 @@ LOADED_AS: SpecFunction = specs_by_pattern(
 
 
 class Moved(NamedTuple):
-    """Counts of one rank's save or load.
+    """Result of one rank's save or load.
 
     Attributes:
         nbytes: Number of bytes written or read.
         seconds: Duration in seconds.
-        same: Number of equal elements of main replicas, which no other rank counts.
+        same: Number of loaded elements that equal the saved ones. Only main replicas count, so that no two ranks count
+            the same element.
         different: Paths of values that differ.
     """
 
@@ -122,7 +123,7 @@ def origin(file: Path | None) -> str:
 
 
 def whole_weights(file: Path | None) -> dict[str, torch.Tensor]:
-    """Return an encoder's weights, whole tensors by name; the same in every process.
+    """Return the weights of an encoder as whole tensors by name; they are the same in every process.
 
     Args:
         file: safetensors file of pretrained weights; None for made-up ones.
@@ -134,7 +135,7 @@ def whole_weights(file: Path | None) -> dict[str, torch.Tensor]:
 
 
 def made_up_weights() -> dict[str, torch.Tensor]:
-    """Return a small encoder's weights, whole tensors by name; the same in every process."""
+    """Return random weights of a small encoder as whole tensors by name; they are the same in every process."""
     rows, hidden, layers, inner = 4096, 256, 2, 1024
     square = ("attention.self.query", "attention.self.key", "attention.self.value", "attention.output.dense")
     layer_norms = ("attention.output.LayerNorm", "output.LayerNorm")
@@ -155,7 +156,7 @@ def training_state(weights: Mapping[str, torch.Tensor], layout: SpecFunction, ra
 
     Args:
         weights: Whole tensors by name.
-        layout: Cut of the tensors along the mesh axis "tp".
+        layout: Function that gives the partition spec of each tensor on the mesh axis "tp".
         rank: Rank of the tree.
         ranks: Number of ranks.
     """
@@ -168,7 +169,7 @@ def training_state(weights: Mapping[str, torch.Tensor], layout: SpecFunction, ra
 
 
 def save_rank(world: World, file: Path | None, folder: str) -> Moved:
-    """Save one rank's shards."""
+    """Save one rank's shards, and return the bytes written and the time."""
     torch.set_num_threads(1)  # The ranks share the machine's cores.
     state = training_state(whole_weights(file), SAVED_AS, world.rank, world.size)
     writes: list[int] = []
@@ -193,7 +194,7 @@ def load_rank(world: World, file: Path | None, folder: str) -> Moved:
 
 
 def compare(result: Any, expected: Any) -> tuple[int, tuple[str, ...]]:
-    """Return the number of equal elements of main replicas, and the paths of all values that differ.
+    """Return the number of equal elements in shards that are main replicas, and the paths of all values that differ.
 
     Args:
         result: Tree that `load` returned, with tensors in place of shards.
@@ -208,7 +209,7 @@ def compare(result: Any, expected: Any) -> tuple[int, tuple[str, ...]]:
 
 
 def show_comparison(console: Output, elements: int, moves: Sequence[Moved]) -> bool:
-    """Print whether all loaded elements equal the saved ones, and return that."""
+    """Print the results of all ranks' comparisons, and return whether all loaded elements equal the saved ones."""
     same = sum(rank.same for rank in moves)
     different = [place for rank in moves for place in rank.different]
     # Elements are counted, so that a rank that compares too few is noticed.
@@ -222,7 +223,7 @@ def show_comparison(console: Output, elements: int, moves: Sequence[Moved]) -> b
 
 
 def drawn_layouts(whole: torch.Tensor, ranks: int, load_ranks: int) -> Picture:
-    """Return the picture of a matrix in the layout of the ranks that save it, and of those that load it."""
+    """Return a picture of a matrix in two layouts: over the ranks that save it, and over the ranks that load it."""
     planes = []
     for did, layout, count in (("saved", SAVED_AS, ranks), ("loaded", LOADED_AS, load_ranks)):
         shards = [shard_at({_DRAWN: whole}, Mesh(tp=count), layout, rank) for rank in range(count)]
@@ -233,12 +234,12 @@ def drawn_layouts(whole: torch.Tensor, ranks: int, load_ranks: int) -> Picture:
 
 
 def _processes(count: int) -> str:
-    """Return the text of a number of processes."""
+    """Return a number of processes as text, with the noun in singular or plural."""
     return "1 process" if count == 1 else f"{count} processes"
 
 
 def _run_ranks(console: Output, heading: str, did: str, ranks: int, work: Callable[[World], Moved]) -> list[Moved]:
-    """Run a function on ranks, print their bytes and rates, and return their results."""
+    """Run a function on new processes, print the total bytes and their rate, and return the result of each rank."""
     console.print(f"\n{heading}", style="bold")
     with working("the processes start and work"):
         moves = run_processes(ranks, work)

@@ -42,7 +42,7 @@ _NAMES = ("key", "count", "elements", "first", "left", "right", "largest")  # of
 
 @dataclass(frozen=True, slots=True)
 class DiffSide:
-    """One of two checkpoints.
+    """One of the two checkpoints that are compared.
 
     Attributes:
         where: Name of the checkpoint, as the user typed it.
@@ -75,7 +75,7 @@ class ComparedPair:
 
 
 def difference_tables(outcome: ComparedPair) -> Iterator[Table]:
-    """Yield a table for each kind of difference that there is."""
+    """Yield a table for each kind of difference that was found."""
     apart = outcome.difference
     if apart.only_left:
         yield _only("A", apart.only_left, outcome.left.contents)
@@ -112,7 +112,7 @@ def document(outcome: ComparedPair) -> dict[str, Any]:
 
 
 def value_at(tree: Any, path: TreePath) -> Any:
-    """Return the value at a path of a difference, which may lead through fields of objects.
+    """Return the value at a path in a tree; the path may lead through mappings, sequences and attributes of objects.
 
     Examples:
         >>> from argparse import Namespace
@@ -292,9 +292,9 @@ def _missing(names: Mapping[str, Any], others: Mapping[str, Any]) -> tuple[str, 
 
 
 def selecting(matches: Callable[[str], bool]) -> Strategies:
-    """Return a table whose formats list only the tensors and objects of some keys, and no common state.
+    """Return a dispatch table that hides the common state, and all tensors and objects whose keys don't match.
 
-    So `compare` needs no selection of its own: it neither reads nor compares keys that aren't in the metadata.
+    With this table, `compare` neither reads nor compares hidden values, since they aren't in the metadata.
     """
 
     def load_metadata(load: Callable[..., Any], checkpoint: Any) -> Mapping[str, Any]:

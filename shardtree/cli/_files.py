@@ -1,4 +1,4 @@
-"""The files of a checkpoint's folder: their number and length, and the missing ones."""
+"""The files of a checkpoint's folder: their number, their total length, and the missing ones."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _MOST, _MOST_REMOTE = 20_000, 500
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """Number of files in a folder.
+    """Files of a folder: their number, their total length, and the missing ones.
 
     Attributes:
-        count: Number of counted files.
-        length: Number of bytes in them.
-        is_all: True if there are no other files.
+        count: Number of counted files; counting stops at a limit.
+        length: Total length of the counted files in bytes.
+        is_all: True if the folder has no files beyond the counted ones.
         missing: Names of the checkpoint's files that are missing or too short; None if this wasn't checked.
         is_readable: True if the checkpoint's metadata could be read.
     """
@@ -35,7 +35,7 @@ class Files:
 
     @property
     def is_complete(self) -> bool | None:
-        """True if no file is missing; None if this wasn't checked, or not all files were counted.
+        """False if a file is missing or the metadata can't be read; None if not all files were checked; else True.
 
         Examples:
             >>> Files(1, 9, True, ()).is_complete, Files(1, 9, True, ("b",)).is_complete
@@ -49,7 +49,7 @@ class Files:
 
 
 def files_in(storage: Storage) -> Files:
-    """Return the number of files in a folder and their total length; counting stops at a limit.
+    """Return the number and the total length of the files in a folder; counting stops at a limit.
 
     Examples:
         >>> storage = MemoryStorage()
@@ -62,9 +62,10 @@ def files_in(storage: Storage) -> Files:
 
 
 def files_of(tree: OpenCheckpoint) -> Files:
-    """Return the number and length of the files in a checkpoint's folder, and the needed files that are missing.
+    """Return the number and length of the files in a checkpoint's folder, and the names of missing or short files.
 
-    If there are too many files to count, only the counted ones are compared with the checkpoint's needs.
+    If there are too many files to count, only the counted ones are checked: they may be too short, but other files
+    aren't reported as missing.
     """
     storage = tree.checkpoint.storage
     lengths, most = _lengths(storage), _most(storage)
@@ -78,7 +79,7 @@ def _counted(lengths: Sequence[tuple[str, int]], most: int) -> Files:
 
 
 def _lengths(storage: Storage) -> list[tuple[str, int]]:
-    """Return names and lengths of files, including one beyond the limit to tell whether there are more."""
+    """Return the names and lengths of files up to the limit, and one more file if the folder has more."""
     return list(islice(file_lengths(storage), _most(storage) + 1))
 
 

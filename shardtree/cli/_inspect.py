@@ -55,18 +55,18 @@ _COMMON = (Heading("common state", style="bold"), Heading("type", style="cyan"),
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFindings:
-    """Content of a checkpoint that `inspect` shows.
+    """Contents of a checkpoint that `inspect` shows.
 
     Attributes:
         where: Name of the checkpoint, as the user typed it.
-        fields: Fields of its metadata.json, or of its recognised format.
+        fields: Fields of its metadata.json; without this file, fields that name the recognised format.
         everything: All tensors and objects.
         selection: Tensors and objects whose keys match, sorted.
         common: Top-level entries of the common state, without the content metadata; None if it can't be read.
-        problem: Error of reading the common state; None if there is none.
+        problem: Error that reading the common state raised; None if it raised none.
         content_metadata: The save's `content_metadata`.
-        files: Files of the folder.
-        in_files: True if tensors are listed with the names in the files, although a read would give them other names.
+        files: Files in the checkpoint's folder.
+        in_files: True if tensors are listed under their names in the files, and a load uses other names.
     """
 
     where: str
@@ -117,7 +117,7 @@ def tensor_table(rows: Sequence[TensorRow]) -> Table:
 
 
 def object_table(rows: Sequence[ObjectRow]) -> Table:
-    """Return the table with a row for each array of objects, in the order of their first cells."""
+    """Return the table with a row for each array of objects, made from the rows of the arrays' stored cells."""
     arrays: dict[tuple[str, tuple[int, ...]], list[ObjectRow]] = {}
     for row in rows:
         arrays.setdefault((row.key, row.shape), []).append(row)
@@ -135,7 +135,7 @@ def _length(cells: Sequence[ObjectRow]) -> str:
 
 
 def facts_of(findings: CheckpointFindings) -> Iterable[tuple[str, str]]:
-    """Yield facts about a checkpoint as a whole, as names and texts."""
+    """Yield (name, text) pairs about a whole checkpoint, such as its number of tensors, its files and its format."""
     yield "tensors", _count(StoredContents(findings.everything.tensors, ()))
     by_dtype = Counter[str]()
     for row in findings.everything.tensors:
@@ -215,7 +215,7 @@ def document(findings: CheckpointFindings, limit: int | None) -> dict[str, Any]:
 
 
 def files_record(files: Files) -> dict[str, Any]:
-    """Return the document's part about the files of a checkpoint."""
+    """Return the value of `files` in the JSON document: number and length of the files, and the missing ones."""
     counts = {"count": files.count, "bytes": files.length}
     return {**counts, "complete": files.is_complete, "missing": list(files.missing or ())}
 
@@ -248,7 +248,7 @@ _SORTS = {"key": lambda row: row.key, "bytes": lambda row: (-(row.length or 0), 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Selection of a checkpoint's contents to show; at most one of the last four fields is given.
+    """Contents of a checkpoint that the user asks for; at most one of the last four fields is given.
 
     Attributes:
         patterns: Patterns of the keys to show; none shows all.

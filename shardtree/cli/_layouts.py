@@ -1,4 +1,7 @@
-"""Typed and stored layouts as trees of ranks: a mesh with specs, a number of ranks, or the pieces of a checkpoint."""
+"""Layouts, each as one tree of shards without data per rank.
+
+A layout is typed on the command line, as a mesh with specs or a number of ranks, or is that of a checkpoint's pieces.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ RankTree = dict[str, ShardedTensor]
 
 @dataclass(frozen=True, slots=True)
 class RankTrees(Sequence[RankTree]):
-    """Trees of ranks, made on access and not kept, since a large model's trees of all ranks would fill the memory.
+    """Sequence with the tree of each rank. A tree is made at each access, since all ranks' trees could fill the memory.
 
     Attributes:
         make: Function that returns the tree of a rank.
@@ -49,7 +52,7 @@ class RankTrees(Sequence[RankTree]):
 
 @dataclass(frozen=True, slots=True)
 class MeshLayout:
-    """Mesh and specs of the command line.
+    """Layout from the command line: a mesh, and partition specs by key pattern.
 
     Attributes:
         mesh: Mesh of the ranks.
@@ -63,7 +66,7 @@ class MeshLayout:
 
 
 def mesh_layout(mesh: str | None, specs: Sequence[str], ranks: int | None) -> MeshLayout | None:
-    """Return the layout that options describe; None if they describe none.
+    """Return the layout that the command's options describe; None if no option is given.
 
     Args:
         mesh: Axes with their sizes, as tp=4,dp=2; ranks along the last axis are consecutive.
@@ -109,7 +112,11 @@ def _spec(text: str, axes: dict[str, int]) -> tuple[str, PartitionSpec]:
 
 
 def trees_on_mesh(shards: RankTree, layout: MeshLayout) -> RankTrees:
-    """Return the trees of ranks with the shards of whole tensors on a mesh, without data.
+    """Return each rank's tree of shards, without data, if whole tensors are laid out over a mesh.
+
+    Args:
+        shards: Whole tensors by key.
+        layout: Mesh of the ranks, and specs that cut the tensors.
 
     Raises:
         KeyMismatch: A spec fits no tensor.
@@ -161,9 +168,9 @@ def _why_unused(pattern: str, fits: Callable[[str], bool], spec: PartitionSpec, 
 
 
 def stored_trees(tree: OpenCheckpoint, matches: Callable[[str], bool]) -> Sequence[RankTree]:
-    """Return the pieces of stored tensors as trees of ranks: piece i of each tensor, in row-major order, is on rank i.
+    """Return a tree for each rank, as if piece i of each stored tensor, in row-major order, were on rank i.
 
-    A checkpoint has the pieces, but not the ranks that held them.
+    A checkpoint records the pieces, but not the ranks that had them.
 
     Args:
         tree: Open checkpoint.
@@ -196,8 +203,8 @@ def chunk_shard(index: Index, row: int, whole: ShardedTensor) -> ShardedTensor:
 
     Args:
         index: Index of the checkpoint.
-        row: Row of the chunk.
-        whole: Whole tensor.
+        row: Number of the chunk in the index.
+        whole: Whole tensor that has the chunk.
     """
     axes, shape = len(whole.global_shape), whole.global_shape
     offset, local = (column[row].tolist()[-axes or None :][:axes] for column in (index.chunk_offset, index.chunk_shape))

@@ -78,10 +78,15 @@ def float_dtype_named(text: str) -> str:
 
 
 def known_name(kind: str, text: str, names: Collection[str]) -> str:
-    """Return the known name that a text means: the name itself, in another case, or by an alias.
+    """Return the known name that a user typed, perhaps in another case, with dashes, or as an alias.
+
+    Args:
+        kind: Noun for the error message, such as "format".
+        text: Text that the user typed.
+        names: Known names.
 
     Raises:
-        typer.BadParameter: The text means none; the error names the most similar one, or all.
+        typer.BadParameter: The text is no known name; the error suggests the most similar name, or lists all.
 
     Examples:
         >>> known_name("format", "HF", {"huggingface", "zarr"})
@@ -112,9 +117,9 @@ def did_you_mean(text: str, names: Collection[str], others: Collection[str] = ()
 
 
 def function_named(text: str) -> Callable[[Any], Any]:
-    """Execute a Python file, and return a function or a trace in it, named as FILE.py:NAME.
+    """Execute a Python file, and return the function or trace in it that a text FILE.py:NAME names.
 
-    Errors of the function become a TreeError that names the line.
+    If the function raises an error, its line is added: to our own errors as a note; others become a TreeError.
 
     Raises:
         typer.BadParameter: There is no such file or function, or the file raised an error.
@@ -155,7 +160,7 @@ def _with_location(function: Callable[[Any], Any], file: str, name: str) -> Call
 
 
 def _place(error: Exception, file: str) -> str:
-    """Return the file and the line that an error comes from."""
+    """Return the line of a file at which an error was raised, as text; only the file if the error has no line in it."""
     if isinstance(error, SyntaxError) and error.filename == file:
         return f"{file}, line {error.lineno}"
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
@@ -163,10 +168,10 @@ def _place(error: Exception, file: str) -> str:
 
 
 def renamings(texts: Collection[str]) -> dict[str, str]:
-    """Return the new key by the old one, from texts OLD=NEW.
+    """Return new keys by old keys, from texts of the form OLD=NEW.
 
     Raises:
-        typer.BadParameter: A text has another form, or an OLD is given twice.
+        typer.BadParameter: A text has another form, or two texts have the same OLD.
 
     Examples:
         >>> renamings(["decoder.*=layers.*"])
@@ -189,7 +194,7 @@ _UNITS = {"": 1, "B": 1} | {
 
 
 def size_named(text: str) -> int:
-    """Return the number of bytes in a text; units such as MB are decimal, units such as MiB are binary.
+    """Return the number of bytes that a text states; units such as MB are decimal, units such as MiB are binary.
 
     Raises:
         typer.BadParameter: The text isn't such a number, or is below one.
@@ -210,7 +215,7 @@ _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 
 
 def seconds_named(text: str) -> float:
-    """Return the number of seconds in a text: a number, maybe followed by s, m, h, d or w.
+    """Return the number of seconds that a text states: a number, maybe followed by s, m, h, d or w.
 
     Raises:
         typer.BadParameter: The text isn't such a number.

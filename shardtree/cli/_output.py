@@ -45,14 +45,14 @@ class Output(Console):
         )
 
     def on_broken_pipe(self) -> None:
-        """Raise, so that `unprintable` handles the closed pipe."""
+        """Raise BrokenPipeError, so that `unprintable` chooses the exit status; rich itself would exit with 1."""
         # rich would exit with status 1, which means "damaged" or "different" here.
         raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
 
 @contextmanager
 def bar(console: Console, doing: str, total: int | None, *, is_shown: bool = True) -> Iterator[Callable[[int], None]]:
-    """Show a bar, and yield `progress(nbytes)`, which takes the bytes done since the last call.
+    """Show a progress bar, and yield a function that advances it by a number of bytes.
 
     Args:
         console: Console of the bar, which is only drawn on a terminal.
@@ -77,7 +77,7 @@ def bar(console: Console, doing: str, total: int | None, *, is_shown: bool = Tru
 
 @contextmanager
 def working(doing: str) -> Iterator[None]:
-    """Show a description of work and its duration on stderr, if that is a terminal; for work without a byte count."""
+    """Show a spinner with a description and the elapsed time on stderr, if that is a terminal."""
     console = Output(stderr=True)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
@@ -86,7 +86,7 @@ def working(doing: str) -> Iterator[None]:
 
 
 def spellable(console: Console) -> Callable[[str], str]:
-    """Return a function that replaces our own signs if the console's encoding may lack them."""
+    """Return a function that replaces our own signs, such as check marks, unless the console's encoding is UTF."""
     if console.encoding.lower().startswith("utf"):
         return lambda words: words
     return lambda words: words.translate(_ASCII)
@@ -96,7 +96,7 @@ _SIGNS = {True: ("✓ ", "bold green"), False: ("✗ ", "bold red"), None: ("? "
 
 
 def show_verdict(console: Console, is_good: bool | None, words: str) -> None:
-    """Print a sentence after a sign for good, bad, or unknown (None)."""
+    """Print a sentence after a mark: a check mark for True, a cross for False, a question mark for None (unknown)."""
     sign, style = _SIGNS[is_good]
     console.print(Text.assemble((spellable(console)(sign), style), printable(words)))
 
@@ -124,7 +124,7 @@ def json_text(document: Mapping[str, Any]) -> str:
 
 
 def pace(count: int, seconds: float) -> str:
-    """Return the text of a transfer's time, and of its rate from 10 MB on; below, opening files dominates.
+    """Return a transfer's time as text, with its rate from 10 MB on; smaller transfers mostly wait for files to open.
 
     Examples:
         >>> pace(2_000, 0.1), pace(272_000_000, 0.5)

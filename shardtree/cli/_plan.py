@@ -102,7 +102,7 @@ def run_plan(
     plain: Sequence[str],
     as_json: bool,
 ) -> int:
-    """Print a plan, and return the exit status 0.
+    """Print the plan of the bytes that move between ranks, and return the exit status 0.
 
     Args:
         source: Path or URL of the checkpoint whose tensors move.
@@ -153,15 +153,15 @@ def _trees(tree: OpenCheckpoint, layout: MeshLayout | None, patterns: Sequence[s
 
 
 Loader = Callable[[Any], Any] | Trace
-"""Loading code, from tensors by name to tensors by name; or its trace."""
+"""Loading code: a function from tensors by name to tensors by name; or its trace."""
 
 
 def run_trace(loader: Loader, checkpoint: str, other: Loader | None, *, as_json: bool) -> int:
-    """Print a loader's trace on a checkpoint, and return the exit status: 1 for problems or a difference, else 0.
+    """Print the trace of loading code, and return the exit status: 1 for problems or a difference, else 0.
 
     Args:
-        loader: Loading code.
-        checkpoint: Path or URL of the checkpoint.
+        loader: Loading code, or its trace.
+        checkpoint: Path or URL of the checkpoint whose tensors are the code's inputs.
         other: Another loader of the same model to compare with; None for none.
         as_json: True to print JSON.
 
@@ -200,10 +200,10 @@ def run_trace(loader: Loader, checkpoint: str, other: Loader | None, *, as_json:
 
 
 def traced(loader: Loader, sources: Any) -> Trace:
-    """Return the trace of loading code."""
+    """Return the trace of loading code on the given sources; a loader that is a trace already is returned unchanged."""
     return loader if isinstance(loader, Trace) else trace(loader, sources)
 
 
 def through(loader: Loader) -> Callable[[Any], Any]:
-    """Return a function that applies loading code to the tree of shards."""
+    """Return a function that applies loading code to a tree of shards, as a transform of `convert`."""
     return lambda tree: transformed(traced(loader, tree), tree, "convert")

@@ -1,4 +1,4 @@
-"""`shardtree series prune` and `clean`: removal of a run's steps, which are listed first, and of leftovers."""
+"""`shardtree series prune`, which lists and removes steps of a run; and `clean`, which removes leftovers of saves."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class Kept:
     Attributes:
         last: Number of newest steps to keep, or None.
         every: Number whose multiples stay, or None.
-        seconds: Age in seconds up to which steps stay, or None.
+        seconds: Greatest age in seconds, relative to the newest step, of steps that stay; or None.
         every_seconds: Least time in seconds between steps that stay, or None.
-        best: Texts such as ``"1:loss"``.
+        best: Texts N:METRIC or N:METRIC:max, such as ``"1:loss"``: the N best steps by a metric stay.
         steps: Numbers of steps that stay.
-        policies: Texts such as ``"policies.py:choose"``.
+        policies: Texts FILE.py:NAME, such as ``"policies.py:choose"``: functions that choose steps to keep.
     """
 
     last: int | None = None
@@ -56,7 +56,7 @@ def run_prune(where: str, names: str | None, kept: Kept, *, is_removing: bool, a
 
     Args:
         where: Path or URL of the root.
-        names: Format of the names of steps' folders; None for the format that finished steps have.
+        names: Format of the names of steps' folders, such as step_{:08d}; None for that of the finished steps.
         kept: Options that say which steps stay.
         is_removing: True to remove the steps that go.
         as_json: True to print JSON.
@@ -65,7 +65,7 @@ def run_prune(where: str, names: str | None, kept: Kept, *, is_removing: bool, a
         The exit status: 1 if a step that should go stays, else 0.
 
     Raises:
-        typer.BadParameter: An option names a metric that no step has, or is misspelt.
+        typer.BadParameter: An option is misspelt, or names a metric that no step has.
         NotACheckpoint: No step is finished.
         CheckpointingException: The steps can't be listed or removed.
     """
@@ -99,7 +99,7 @@ def policy_of(kept: Kept, steps: Sequence[SavedStep]) -> RetentionPolicy:
         steps: Steps of the series, for the names of metrics.
 
     Raises:
-        typer.BadParameter: An option names a metric that no step has, or is misspelt.
+        typer.BadParameter: An option is misspelt, or names a metric that no step has.
 
     Examples:
         >>> policy_of(Kept(last=3, best=["1:loss"]), [SavedStep(1, metrics={"loss": 0.5})])
@@ -127,7 +127,7 @@ def _policies(kept: Kept, steps: Sequence[SavedStep]) -> Iterator[Choose]:
 
 
 def _best(text: str, metrics: set[str]) -> RetentionPolicy:
-    """Return the policy of N:METRIC[:max]; the metric's name may contain colons."""
+    """Return the policy that keeps the N best steps, from a text N:METRIC[:max]; the metric may contain colons."""
     count, _, metric = text.partition(":")
     metric, is_max = metric.removesuffix(":max"), metric.endswith(":max")
     if not (count.isascii() and count.isdecimal()) or not metric:
@@ -159,11 +159,11 @@ def _document(where: str, removal: Removal, removed: Sequence[int]) -> dict[str,
 
 
 def run_clean(where: str, names: str | None, *, stale_after: float, as_json: bool) -> int:
-    """Remove the leftovers of killed saves, and print the folders that were removed and that are left.
+    """Remove the leftovers of killed saves; print the folders that were removed, and unfinished ones that remain.
 
     Args:
         where: Path or URL of the root.
-        names: Format of the names of steps' folders; None for the format that finished steps have.
+        names: Format of the names of steps' folders, such as step_{:08d}; None for that of the finished steps.
         stale_after: Time in seconds without a change after which a save of another machine counts as killed.
         as_json: True to print JSON.
 

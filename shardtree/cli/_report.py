@@ -49,7 +49,7 @@ _OF_RANK = re.compile(r"(?:.*/)?(?:(\d{5,})-of-\d{5,}(?:-\d+)?|__(\d+)_\d+)\.\w+
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """A checkpoint of a report.
+    """A checkpoint that a report is about, with its contents and its damage.
 
     Attributes:
         where: Path or URL, as the user typed it.
@@ -67,7 +67,9 @@ class Side:
 
 
 def run_report(checkpoint: str, other: str | None, out: str, *, is_checked: bool, allow_pickle: bool) -> int:
-    """Write the report, print its verdicts, and return the exit status: 1 for damage or a difference, else 0.
+    """Write the report, print its verdicts, and return the exit status.
+
+    The status is 1 for damage or a difference; else 2 if a checkpoint couldn't be opened, checked or compared; else 0.
 
     Args:
         checkpoint: Path or URL of the checkpoint.
@@ -131,7 +133,7 @@ def _compare(left: Side, right: Side, *, only_structure: bool) -> tuple[Compared
 
 
 def _verdicts(sides: Sequence[Side], outcome: ComparedPair | None) -> Iterator[tuple[bool | None, str]]:
-    """Yield a sentence about each result, with whether it is good; None means unknown."""
+    """Yield pairs (is_good, sentence) about the check of each checkpoint and the comparison; None means unknown."""
     for side in sides:
         if side.verification is None:
             yield None, f"{side.where} wasn't checked for damage"
@@ -180,7 +182,7 @@ def _in_the_shell(error: CheckpointingException) -> str:
 
 
 def _about(side: Side, name: str) -> Iterator[str]:
-    """Yield the sections about one checkpoint."""
+    """Yield the HTML of the sections about one checkpoint; `name` precedes their headings."""
     if side.problem:
         yield element_html("h2", f"{name}problem")
         yield from _lines(side.problem)
@@ -274,7 +276,10 @@ def _bars(heading: str, amounts: dict[str, int]) -> Bars:
 
 
 def _shares(tree: OpenCheckpoint) -> dict[str, Counter[str]]:
-    """Return the bytes of each dtype by the rank that wrote them, or by file if files' names don't tell the rank."""
+    """Return the number of bytes of each dtype that each rank wrote, as ``{"rank 0": {dtype: bytes}}``.
+
+    If a file's name doesn't tell its rank, the outer keys are file names. Without an index, the result is empty.
+    """
     index = stored_index(tree)
     if index is None or not index.chunk_key.size:
         return {}

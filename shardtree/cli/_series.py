@@ -29,8 +29,8 @@ class Steps:
 
     Attributes:
         where: Path or URL of the root, as the user typed it.
-        rows: Finished steps by number, with their files; a run would resume from the last.
-        unfinished: Folders with names of steps that aren't finished checkpoints.
+        rows: Finished steps in ascending order, with their files; a run would resume from the last.
+        unfinished: Folders that are named like steps, but aren't finished checkpoints.
     """
 
     where: str
@@ -44,7 +44,7 @@ class Steps:
 
 
 def find_steps(where: str, names: str | None = None) -> Steps | None:
-    """Return the steps under a root; None if it has no finished one.
+    """Return the steps under a root; None if no step is finished.
 
     Args:
         where: Path or URL of the root.
@@ -66,15 +66,15 @@ def find_steps(where: str, names: str | None = None) -> Steps | None:
 
 
 def find_series(where: str, names: str | None) -> CheckpointSeries:
-    """Return the series under a root, for one process.
+    """Return the series of steps under a root, for use by this process alone.
 
     Args:
         where: Path or URL of the root.
-        names: Format of the names of steps' folders; None for the format that finished steps have.
+        names: Format of the names of steps' folders, such as step_{:08d}; None for that of the finished steps.
 
     Raises:
-        NotACheckpoint: Finished steps have names of several formats, two folders have one number, or no folder has the
-            name of a step.
+        NotACheckpoint: Finished steps have names of several formats, two folders have the same number, or no folder is
+            named like a step.
     """
     if names is not None:
         return series_in(where, names)
@@ -94,46 +94,46 @@ def find_series(where: str, names: str | None) -> CheckpointSeries:
 
 
 def _finished_formats(storage: Storage) -> list[str]:
-    """Return the formats of the names of folders with a finished step, sorted."""
+    """Return the sorted formats of folder names under which a finished step exists."""
     formats = sorted(set(_step_folders(storage).values()))
     return [form for form in formats if series_in(storage, form).latest() is not None]
 
 
 def _refuse_twins(where: str, folders: Sequence[str]) -> None:
-    """Raise if two folders have one number, since only the run's own format would tell which is meant."""
+    """Raise if two folders have the same step number: only the run's own name format tells which one is meant."""
     by_number: dict[int, list[str]] = {}
     for folder in folders:
         by_number.setdefault(int(folder.removeprefix(str(step_prefix(folder)))), []).append(folder)
     twins = [", ".join(several) for several in by_number.values() if len(several) > 1]
     if twins:
         fix = "Pass the format of the run's own folders, such as --names 'step_{:08d}'."
-        raise NotACheckpoint(error_text(f"series: several folders of a step under {where!r}", offenders=twins, fix=fix))
+        raise NotACheckpoint(error_text(f"series: repeated step numbers under {where!r}", offenders=twins, fix=fix))
 
 
 def series_in(root: Storage | str, names: str) -> CheckpointSeries:
-    """Return the series of a root with a format of names, for one process."""
+    """Return the series of the steps under a root whose folder names have a format, for use by this process alone."""
     return CheckpointSeries(root, names, world=one_process())
 
 
 def no_step(where: str) -> str:
-    """Return the error's text for a root without steps."""
+    """Return the text of the error for a root without finished steps."""
     what, expected = f"series: no finished step under {where!r}", "folders such as step_00000100 or iter_0000100"
     return error_text(what, expected=expected, fix="Name the folder of a run, or pass --names.")
 
 
 def _step_folders(storage: Storage) -> dict[str, str]:
-    """Return the format of the name of each folder that has the name of a step."""
+    """Return the name format of each folder that is named like a step, such as step_{}, by folder."""
     prefixes = {name: prefix for name in storage.names() if (prefix := step_prefix(name)) is not None}
     return {name: prefix.replace("{", "{{").replace("}", "}}") + "{}" for name, prefix in prefixes.items()}
 
 
 def _start(names: str) -> str:
-    """Return the prefix of a format, before its number."""
+    """Return the part of a name format before the number, such as step_ for step_{:08d}."""
     return re.split(r"(?<!\{)\{(?!\{)", names, maxsplit=1)[0]
 
 
 def _files(folder: Storage, *, is_opened: bool) -> Files:
-    """Return the files of a step's folder; if the step is opened, also the missing files."""
+    """Return the number and length of the files in a step's folder; with `is_opened`, also the missing files."""
     if not is_opened:
         return files_in(folder)
     try:
@@ -213,7 +213,7 @@ def run_latest(where: str, names: str | None, *, is_verified: bool, as_json: boo
 
     Args:
         where: Path or URL of the root.
-        names: Format of the names of steps' folders; None for the format that finished steps have.
+        names: Format of the names of steps' folders, such as step_{:08d}; None for that of the finished steps.
         is_verified: True to skip damaged steps, which takes reading every byte.
         as_json: True to print JSON.
 

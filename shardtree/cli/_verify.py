@@ -56,7 +56,7 @@ def run_verify(checkpoint: str, *, threads: int | None, needs_checksums: bool, a
 
 
 def run_replicas(checkpoint: str, *, as_json: bool) -> int:
-    """Print the differences between files' copies of a tensor, and return the exit status: 0 if there are none, else 1.
+    """Print the tensors whose copies in several files differ, and return the exit status: 0 if there are none, else 1.
 
     Raises:
         CheckpointingException: There is no checkpoint.

@@ -1,4 +1,4 @@
-"""Views of a checkpoint: its keys and common state as indented rows; values and pieces of a tensor."""
+"""Views of a checkpoint: its keys and common state as indented rows; values, pieces and pictures of tensors."""
 
 from __future__ import annotations
 
@@ -54,7 +54,9 @@ class _RowNode:
 
 
 def key_rows(tensors: Sequence[TensorRow]) -> list[tuple[str, ...]]:
-    """Return keys, split at their dots, as rows of `KEYS`; consecutive numbers with equal contents are one row.
+    """Return an indented tree of keys, split at their dots, as rows under the headings `KEYS`.
+
+    Layers with consecutive numbers and equal contents share one row.
 
     Examples:
         >>> rows = [TensorRow(f"layers.{n}.w", "float32", (2, 3), 24, None) for n in range(3)]
@@ -95,7 +97,10 @@ def _range(names: Sequence[str]) -> str:
 
 
 def _groups(inner: Mapping[str, _RowNode]) -> list[tuple[list[str], _RowNode]]:
-    """Return the sorted entries, numbers by value; consecutive numbers with equal contents are one entry."""
+    """Return the sorted children of a node as (names, node); consecutive numbers with equal contents form one pair.
+
+    Such a pair has all their names, and the node of the first.
+    """
     groups: list[tuple[list[str], _RowNode]] = []
     last: tuple[Any, ...] | None = None
     for name in sorted(inner, key=lambda name: (True, int(name), name) if _is_number(name) else (False, 0, name)):
@@ -114,14 +119,14 @@ def _is_number(name: str) -> bool:
 
 
 def _outline(node: _RowNode) -> tuple[Any, ...]:
-    """Return the fields that are equal for layers with equal contents."""
+    """Return the dtypes, shapes, cuts and names below a node, which are equal for layers with equal contents."""
     row = node.row
     fields = None if row is None else (row.dtype, row.shape, cut_text(row.grid))
     return fields, tuple((name, _outline(inner)) for name, inner in sorted(node.inner.items()))
 
 
 def common_rows(common: Any, depth: int = 0) -> Iterator[tuple[str, str, str]]:
-    """Yield every value of a common state as rows of `COMMON`; nested values are indented.
+    """Yield a row under the headings `COMMON` for every value of a common state; nested values are indented.
 
     Examples:
         >>> list(common_rows({"args": {"lr": 0.1, "betas": (0.9, 0.95)}}))
@@ -198,7 +203,7 @@ def show_values(console: Console, tree: OpenCheckpoint, text: str, *, as_json: b
 
 
 def _numbers(values: torch.Tensor) -> torch.Tensor:
-    """Return values, or their bits as integers if torch can't convert the dtype, such as pairs of 4-bit floats."""
+    """Return a tensor that prints as numbers: its bits as integers if torch can't convert the dtype, else itself."""
     has_numbers = values.is_complex() or torch_converts(values.dtype, torch.float64)
     return values if has_numbers else as_integers(values)
 
@@ -228,7 +233,7 @@ def _tensor(tree: OpenCheckpoint, key: str) -> ShardedTensor:
 
 
 def show_pieces(console: Console, tree: OpenCheckpoint, key: str, limit: int | None, *, as_json: bool) -> None:
-    """Print the pieces of a tensor with their files.
+    """Print the box, shape, size, file and file offset of each stored piece of a tensor.
 
     Raises:
         KeyMismatch: Nothing is stored under that key.
@@ -280,12 +285,12 @@ def _place(shard: ShardedTensor) -> str:
 
 
 def run_picture(checkpoint: Directory, key: str | None, out: str | None, *, allow_pickle: bool) -> int:
-    """Print or write a picture of tensors' parts by file, and return the exit status.
+    """Print or write a picture that shows which file holds which part of a tensor, and return the exit status 0.
 
     Args:
         checkpoint: Path or URL of the checkpoint.
         key: Key of the tensor; None for the largest tensors.
-        out: File to write, whose suffix means SVG, HTML or text; None to print.
+        out: File to write; its suffix chooses SVG, HTML or text. None to print the picture.
         allow_pickle: True to unpickle pickled values.
 
     Raises:
@@ -302,7 +307,7 @@ def run_picture(checkpoint: Directory, key: str | None, out: str | None, *, allo
 
 
 def show_picture(console: Console, picture: Picture) -> None:
-    """Print a picture, in colours if the console has them, else with a mark for each tone."""
+    """Print a picture; if the console has no colours, cells are filled with characters instead."""
     is_plain = console.color_system is None
     for line in picture_lines(picture, console.width, filled=is_plain):
         spans = ((span.text, f"black on {COLOURS[span.tone]}" if span.tone and not is_plain else "") for span in line)

@@ -1,4 +1,4 @@
-"""Casts of stored tensors, found in lazy ones."""
+"""Detection of the stored tensors that a lazy tensor casts."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from ..core.lazy import Concatenated, LazyTensor, Stored
 
 
 def cast_sources(lazy: Any) -> Iterator[tuple[str, torch.dtype]]:
-    """Yield the names and dtypes of the stored tensors that a lazy tensor only rearranges or casts.
+    """Yield the name and dtype of each stored tensor that a lazy tensor casts to another dtype.
 
-    Results of arithmetic or functions are left out.
+    Views and concatenations of stored tensors count; inputs of arithmetic or of functions don't.
 
     Examples:
         >>> from shardtree.core.lazy import stored

@@ -55,7 +55,7 @@ def check_destination(
     progress: Callable[[int], None],
     world: World,
 ) -> CheckResult:
-    """Return the results of comparing the destination with the plan; collective.
+    """Compare the destination with the plan, and return the verified bytes and the fingerprints; collective.
 
     If a tensor's elements were fingerprinted while they were written, only the destination is read. For other tensors,
     and if fingerprints differ, the source is read once more and compared bit for bit. A tensor that the transform
@@ -63,8 +63,8 @@ def check_destination(
 
     Args:
         reopen: Function that opens the destination again.
-        plan: Plan of the destination; its tensors are read once more if needed.
-        passage: Passage with the fingerprints of the elements that this call has written.
+        plan: Plan of the conversion; tensors of the source are read once more if needed.
+        passage: Passage through which this call read the elements that it has written, with their fingerprints.
         most_bytes: Approximate bound of the comparison's memory.
         progress: Callback with the bytes compared since its last call.
         world: World of the ranks that share the bytes.
@@ -108,13 +108,12 @@ def _read_shares(
     read: Callable[[Sequence[ShardedTensor], Passage], list[ValueDifference]],
     only: AbstractSet[str] | None = None,
 ) -> dict[str, int]:
-    """Return the destination's fingerprints, once all ranks have read their shares and found no difference.
+    """Read the destination on all ranks, and return its fingerprints by key; raise if a rank finds a difference.
 
     Args:
-        plan: Plan of the destination.
-        world: World of the ranks.
-        read: Function that reads tensors, through a passage that adds up their fingerprints, and returns their
-            differences.
+        plan: Plan of the conversion.
+        world: World of the ranks that share the tensors.
+        read: Function that reads tensors and returns their differences; the passage collects their fingerprints.
         only: Keys to read; None for all.
     """
     differences, readback = list[ValueDifference](), Passage(0, has_sums=True)
@@ -130,7 +129,7 @@ def _read_shares(
 
 
 def _shares(plan: Plan, world: World) -> Iterator[Sequence[ShardedTensor]]:
-    """Yield this rank's shares by round: pieces as they were written, or whole tensors if it is the only rank."""
+    """Yield this rank's shards of each round: pieces, dealt as for writing; on a single rank, all tensors, uncut."""
     if world.size == 1:
         yield plan.tensors
         return
@@ -139,7 +138,7 @@ def _shares(plan: Plan, world: World) -> Iterator[Sequence[ShardedTensor]]:
 
 
 def _by_key(differences: Sequence[ValueDifference]) -> list[ValueDifference]:
-    """Return one difference for each tensor from those of its pieces."""
+    """Return one difference for each tensor, joined from the differences of its pieces."""
     by_key: dict[str, ValueDifference] = {}
     for each in sorted(differences, key=lambda each: each.first):
         by_key[each.key] = joint_difference(by_key[each.key], each) if each.key in by_key else each
@@ -147,7 +146,7 @@ def _by_key(differences: Sequence[ValueDifference]) -> list[ValueDifference]:
 
 
 def _other_problems(destination: OpenCheckpoint, plan: Plan) -> list[str]:
-    """Return the differences of objects and the common state."""
+    """Return a line for each object that differs from the plan, and a line if the common state differs."""
     pairs = [(item.unique_key, _differs(item, destination)) for item in plan.objects]
     problems = [f"object {key!r} differs{_where(differs)}" for key, differs in pairs if differs]
     if plan.common is not HOLE:
@@ -185,7 +184,7 @@ def _value_differences(
 
 
 def _in_whole(difference: ValueDifference, shard: ShardedTensor) -> ValueDifference:
-    """Return a piece's difference with indices in its whole tensor."""
+    """Return a piece's difference with the index and the number of elements of the whole tensor."""
     offset = shard.global_offset[shard.prepend_axis_num :]
     before = shard.global_offset[: shard.prepend_axis_num]
     inside = tuple(start + index for start, index in zip(offset, difference.first, strict=True))
@@ -204,7 +203,7 @@ def _fingerprint_problems(plan: Plan, numbers: Mapping[str, int]) -> list[str]:
 
 
 def _box(reader: BoxReader, shard: ShardedTensor, readback: Passage) -> LazyTensor:
-    """Return a lazy tensor of a shard's box at the destination, which is fingerprinted when it is read."""
+    """Return the destination's elements for a shard as a lazy tensor; reads of it are fingerprinted by `readback`."""
     whole = reader.whole(shard.key)
     box = whole if shard.local_shape == shard.global_shape else whole[shard.global_slice()]
     data: LazyTensor = readback.watch(replace(shard, data=box)).data
@@ -214,7 +213,7 @@ def _box(reader: BoxReader, shard: ShardedTensor, readback: Passage) -> LazyTens
 def _refuse(problems: Iterable[str]) -> None:
     lines = list(problems)
     if lines:
-        fix = "Remove the destination. The medium, or the format's strategy, doesn't keep the written bytes."
+        fix = "Remove the destination. Its storage, or the format's save function, doesn't keep the written bytes."
         heading = "convert: the destination differs from what was to be written"
         raise IntegrityError(error_text(heading, offenders=lines, fix=fix))
 

@@ -81,7 +81,7 @@ def convert(
     save_options: SaveOptions | None = None,
     world: World | None = None,
 ) -> ConversionReport:
-    """Write a checkpoint of any format in another, and return a report.
+    """Convert a checkpoint of any format to another format, and return a report.
 
     Tensors stream in batches of bounded size. If a call is killed, the same call resumes: finished batches aren't
     written again. The destination becomes a checkpoint only when all of it is written; then it is read back, and each
@@ -91,7 +91,7 @@ def convert(
         source: Path, URL or storage of the checkpoint.
         destination: Folder without a checkpoint, created if missing; with the format huggingface also the path of a new
             ``.safetensors`` file.
-        backend: Format of the destination, as (backend, version) or a name, which means its latest version.
+        backend: Format of the destination: (backend, version), or a name for its latest version.
         transform: Pure function from the flat dict of whole shards, by key and with lazy data, to the tree of shards to
             write. The keys of the result don't matter, only those of its shards. The function records operations on
             lazy data; elements that it reads itself stay in memory. Or a trace of torch code, from `shardtree.trace`,
@@ -100,9 +100,9 @@ def convert(
         common_backend: Format of the common state; by default the one that a save would choose.
         layout: Number of pieces along each axis of a tensor: a function from a whole shard to such counts, or a dict of
             counts by key pattern. Other tensors are cut only if they are larger than a batch.
-        leave_out: Patterns of keys that aren't converted; ``"common"`` stands for the common state; its tensors, such
-            as a module's buffers, are then inputs, with the keys of their paths. Any other key of the source that isn't
-            in the output is an error.
+        leave_out: Patterns of keys that aren't converted. ``"common"`` leaves out the common state, but its
+            tensors, such as a module's buffers, are then converted under the keys of their paths. Any other key of the
+            source that isn't in the output is an error.
         plain: Key patterns of FP8 tensors that need no scales: a transform may cast them, and ignore tensors of the
             source that are named like their scales.
         prune: Whether keys that the transform drops are left out without an error, for example if it keeps only some
@@ -121,7 +121,7 @@ def convert(
     Raises:
         NotACheckpoint: There is no source.
         AlreadyACheckpoint: The destination has a checkpoint, or is a file.
-        StorageError: The destination names a file that isn't written, such as ``pytorch_model.bin``.
+        StorageError: The destination names a file of a kind that is never written, such as ``pytorch_model.bin``.
         KeyMismatch: A key of the source is neither used nor left out nor pruned, or a pattern matches nothing.
         IntegrityError: The output's shards don't tile their tensors, or the destination differs from what was to be
             written.
@@ -201,7 +201,10 @@ def _destination(
 
 
 def _check_same_plan(outcomes: Sequence[tuple[str, str]]) -> None:
-    """Raise an error unless all ranks have the same journal's name and the same hash of the common state."""
+    """Raise an error unless all ranks have the same journal name and the same hash of the common state.
+
+    The name of a journal is a hash of the source and of the tensors to write.
+    """
     for what, values in zip(("other bytes", "another common state"), zip(*outcomes, strict=True), strict=True):
         if len(set(values)) > 1:
             other = next(rank for rank, value in enumerate(values) if value != values[0])
@@ -247,7 +250,11 @@ def _finish(target: ConversionTarget, journal: Journal, *, is_old: bool) -> None
 
 
 def _write(target: ConversionTarget, journal: Journal, plan: Plan, passage: Passage, world: World) -> tuple[int, bool]:
-    """Write the missing batches; return the number of those written earlier, and whether the checkpoint is another's.
+    """Write the missing batches, and commit the checkpoint.
+
+    Returns:
+        The number of batches that an earlier call had written; and True if the destination already has a checkpoint
+        that another save may have made, so that it must be compared.
 
     Raises:
         AlreadyACheckpoint: There is a checkpoint that this conversion hasn't begun.
@@ -276,14 +283,16 @@ _UNFINISHED, _OURS, _OF_OTHERS = range(3)  # kinds of checkpoints at the destina
 def _begin_or_resume(
     target: ConversionTarget, journal: Journal, tensors: Sequence[ShardedTensor], common: Any, claims: ExitStack
 ) -> tuple[str, int]:
-    """Return the name of the save, begun now or earlier, and the kind of checkpoint at the destination; on rank 0.
+    """Begin or resume the save, on rank 0, and return its name and the state of the destination.
+
+    The state is `_UNFINISHED`; or, if a checkpoint is committed there, `_OURS` or `_OF_OTHERS`.
 
     Args:
-        target: Place and format of the destination.
+        target: Storage and format of the destination.
         journal: Journal of the conversion.
         tensors: Tensors to write.
         common: Common state to write.
-        claims: Stack that marks the save as alive until it is closed.
+        claims: Stack that gets the claim on the save's folder; the save counts as alive until the stack is closed.
 
     Raises:
         AlreadyACheckpoint: There is a checkpoint that this conversion hasn't begun.
@@ -326,7 +335,9 @@ def _in_progress(target: ConversionTarget) -> StorageError:
 
 
 def _look(target: ConversionTarget, journal: Journal) -> tuple[str, Start | None, bool]:
-    """Return the name of the save, its start unless an earlier call has begun it, and whether it may be committed.
+    """Return the name of the save, its start, and whether the destination already has a checkpoint.
+
+    The start is the result of `inspect_folder`, or None if an earlier call has begun the save.
 
     Raises:
         AlreadyACheckpoint: There is a checkpoint that this conversion hasn't begun.
@@ -367,7 +378,7 @@ def _check_seen(journal: Journal, save_id: str, rank: int) -> None:
 
 
 def _begin(target: ConversionTarget, journal: Journal, start: Start) -> Claim:
-    """Make the folder and the journal of a new conversion, and return the claim that marks it as alive."""
+    """Make the folder and the journal of a new conversion, and return the claim that marks its save as alive."""
     pending = pending_save(start, target.storage, Turn(0, 1), target.options)
     with ExitStack() as undo:
         claim, folder = make_folder(pending, target.formats, undo)

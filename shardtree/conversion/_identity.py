@@ -1,4 +1,7 @@
-"""The identity of a conversion: the source's bytes, the format, and the derivation of each piece from the source."""
+"""The identity of a conversion: the source, and the derivation of each written piece from it.
+
+A hash of these values and of the format names the journal, so that only an equal conversion resumes it.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,12 @@ from ._source import StoredObject
 
 
 def contents_of(batches: Sequence[Batch], *, nonce: str, allow_pickle: bool) -> list[Any]:
-    """Return the identity of each batch's tensors and objects, as values of JSON.
+    """Return a JSON value for each batch, which is equal in two calls only if the tensors and objects are.
 
     Args:
         batches: Batches to write.
-        nonce: Text that stands for values that can't be hashed, so that they equal nothing.
-        allow_pickle: Whether values are pickled.
+        nonce: Text that is new in each call; it stands for values that can't be hashed, so that they equal no others.
+        allow_pickle: Whether values may be pickled.
     """
     hashes: dict[int, str] = {}
     return [
@@ -33,9 +36,9 @@ def contents_of(batches: Sequence[Batch], *, nonce: str, allow_pickle: bool) -> 
 
 
 def common_hash(common: Any) -> str:
-    """Return the hash of a common state; empty if it has pickles, or values that only its format can write.
+    """Return the hash of a common state; empty if some value can only be pickled, or only be written by its format.
 
-    Pickles aren't hashed, since those of equal sets differ between processes.
+    Pickles aren't hashed, since pickles of equal sets differ between processes.
     """
     try:
         return digest(encode_tree(common))
@@ -44,7 +47,7 @@ def common_hash(common: Any) -> str:
 
 
 def source_of(source: Checkpoint) -> Any:
-    """Return a checkpoint's own digest, or else the names, lengths and modification times of its files."""
+    """Return a checkpoint's own digest; without one, its path and the names, lengths and times of its files."""
     own_digest = source.fields.get("digest")
     if isinstance(own_digest, str):
         return own_digest
@@ -66,7 +69,7 @@ def _data(data: Any, hashes: dict[int, str], nonce: str) -> Any:
 
 
 def _source(source: Any, hashes: dict[int, str], nonce: str) -> str:
-    """Return the hash of a lazy tensor's source, computed once for all its views."""
+    """Return the hash of a lazy tensor's source; `hashes` memoises it, since many views may share a source."""
     if id(source) not in hashes:
         # A caller's function can't be hashed, so such a conversion isn't resumed.
         parts = [nonce] if source.made_of is None else source.made_of

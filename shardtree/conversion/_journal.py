@@ -53,7 +53,7 @@ class Journal:
     Attributes:
         storage: Storage of the destination.
         folder: Name of the journal's folder in it.
-        packages: Packages whose classes the journal may contain.
+        packages: Packages whose classes the recorded results may contain.
         common: Hash of the common state to write.
     """
 
@@ -87,10 +87,10 @@ def journal_of(
         backends: Backends of the destination.
         batches: Batches to write.
         strategies: Dispatch table; None for the process's.
-        common: Common state, which ranks compare. It distinguishes journals only if the files of tensors contain some
-            of it.
+        common: Common state to write. Ranks compare its hash; the journal's name depends on it only if the format
+            writes some of it to the files of tensors.
         nonce: Text that is new in each call, and the same on all its ranks; it stands for values that can't be hashed.
-        allow_pickle: Whether values are pickled.
+        allow_pickle: Whether values may be pickled.
     """
     contents = contents_of(batches, nonce=nonce, allow_pickle=allow_pickle)
     own_hash = common_hash(common)
@@ -202,7 +202,7 @@ def _result(journal: Journal, name: str) -> Any:
 
 
 def _classes(tree: Any, packages: frozenset[str]) -> tuple[type, ...]:
-    """Return those classes of a tree's records that are already imported; a file must not trigger an import."""
+    """Return the classes that a tree's records name, if they are imported; a file must not trigger an import."""
     names = {name for name in _type_names(tree) if name.partition(".")[0] in packages}
     found = {name: [kind for address in addresses_of(name) if (kind := _loaded(address))] for name in names}
     return tuple(kinds[0] for kinds in found.values() if kinds)
@@ -286,7 +286,7 @@ def recording(storage: Storage, announce: Callable[[str], None]) -> tuple[Storag
         announce: Callback with a file's name before it is written for the first time.
 
     Returns:
-        The storage, and the names of the files written so far, some of which may be gone; the set is filled by writes.
+        The storage, and a set that grows by the name of each file written; some of these files may be gone.
 
     Examples:
         >>> from shardtree.storage import MemoryStorage
@@ -313,7 +313,7 @@ def recording(storage: Storage, announce: Callable[[str], None]) -> tuple[Storag
         return call
 
     def noting(call: Function, name: str) -> Function:
-        """Announce the file unless it was announced before, and return the call unchanged."""
+        """Announce a file at its first write, and return `call` unchanged."""
         if name not in names:
             announce(name)
             names.add(name)
@@ -328,7 +328,7 @@ _KEPT = range(256 * 1024, 16 * 1024 * 1024)
 
 
 def _behind(write: Function, pieces: Iterable[Any], options: Mapping[str, Any]) -> Any:
-    """Write buffers, or parts, while the next ones are read; pieces in memory are written at once."""
+    """Write buffers, or parts, while the next ones are read; a sequence, already in memory, is written at once."""
     if isinstance(pieces, Sequence):
         return write(pieces, **options)
     memory = HostMemory()
@@ -337,7 +337,7 @@ def _behind(write: Function, pieces: Iterable[Any], options: Mapping[str, Any]) 
         return write(replace(pieces, buffers=handed) if isinstance(pieces, SizedBuffers) else handed, **options)
 
     def kept(buffer: Buffer) -> Buffer:
-        """Return a buffer, copied into reused memory: new memory that is freed late would fragment the heap."""
+        """Return a copy of a buffer in reused memory, since new memory that is freed late would fragment the heap."""
         if buffer.nbytes not in _KEPT:
             return buffer
         copy = memoryview(memory.lend(buffer.nbytes).numpy())

@@ -20,11 +20,11 @@ from ..inspection import in_usual_threads
 
 @dataclass(slots=True, eq=False)
 class Passage:
-    """A window through which the format's own functions read the elements to write.
+    """Fingerprints of the elements that a format's functions read from watched shards, and options of these reads.
 
     Attributes:
-        window_bytes: Size of the part of a large tensor that is read at a time; 0 for as much as is requested.
-        has_sums: Whether elements are fingerprinted at all.
+        window_bytes: Size of the window of a large tensor that is read at a time; 0 to read each request by itself.
+        has_sums: Whether elements are fingerprinted.
     """
 
     window_bytes: int
@@ -33,17 +33,17 @@ class Passage:
     _parts: dict[str, dict[Box, PartialFingerprint]] = field(default_factory=lambda: defaultdict(dict))
 
     def watch(self, shard: ShardedTensor, turn: ReadTurn | None = None) -> ShardedTensor:
-        """Return a shard whose lazy data waits for its turn and is fingerprinted; return other shards unchanged."""
+        """Return a shard whose reads wait for the turn and are fingerprinted; one without lazy data is unchanged."""
         if not isinstance(shard.data, LazyTensor):
             return shard
         return replace(shard, data=of_source(_WatchedSource(self, shard, turn)))
 
     def sums(self) -> dict[str, PartialFingerprint]:
-        """Return the fingerprints of the elements that were read here, by key."""
+        """Return the partial fingerprint of each tensor, by key, from the elements read so far."""
         return {key: _sum(list(parts.values())) for key, parts in self._parts.items() if parts}
 
     def add(self, shard: ShardedTensor, offset: tuple[int, ...], data: torch.Tensor) -> None:
-        """Add the elements of a box of a shard to the sums."""
+        """Add a box of a shard to the fingerprint of its tensor; `offset` is that of the box within the shard."""
         if not self.has_sums:
             return
         axes = shard.prepend_axis_num
@@ -55,7 +55,7 @@ class Passage:
 
 
 def passed_fingerprints(sums_by_rank: Sequence[Mapping[str, PartialFingerprint]]) -> dict[str, int]:
-    """Return the fingerprints of the tensors whose elements were all read, from the sums of all ranks."""
+    """Return the fingerprints of tensors whose elements were all read, from each rank's partial fingerprints by key."""
     counts = Counter[str]()
     for sums in sums_by_rank:
         counts.update({key: part.elements for key, part in sums.items()})
@@ -73,9 +73,9 @@ class ReadTurn:
     """A batch's turn to be read: batches are read one at a time, while earlier ones may still be sent.
 
     Attributes:
-        gate: Gate of the conversion; closed while a batch is read.
+        gate: Lock of the conversion, held while a batch is read.
         begin: Callback at the beginning of the turn.
-        rest: Number of elements still to be read.
+        rest: Number of elements of the batch still to be read.
     """
 
     gate: Lock
@@ -85,7 +85,7 @@ class ReadTurn:
     _has_begun: bool = False
 
     def wait(self) -> None:
-        """Wait for the turn before a read; return at once if the turn is over."""
+        """Wait until the turn begins; return at once if it has begun before, even if it is over."""
         with self._lock:
             if not self._has_begun:
                 self.gate.acquire()
@@ -106,7 +106,7 @@ class ReadTurn:
 
 @dataclass(slots=True, eq=False)
 class _WatchedSource:
-    """The source of a shard's lazy data, with a window in memory, in which the next request usually lies."""
+    """Source of a shard's lazy data that keeps a window of it in memory, since the next request usually lies there."""
 
     passage: Passage
     shard: ShardedTensor

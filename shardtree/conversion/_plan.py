@@ -46,7 +46,7 @@ def unused_elements(
     objects: Sequence[ShardedObject],
     reads: Iterable[Fetch],
 ) -> tuple[tuple[str, ...], dict[str, int]]:
-    """Return the source's keys that aren't in the output, and the number of unused elements of partly used tensors.
+    """Return the source's unused keys, and, by key of a partly used tensor, a lower bound of its unused elements.
 
     Args:
         source: Input of the transform.
@@ -79,11 +79,11 @@ def _refuse_untaken(untaken: Mapping[str, str], leave_out: Sequence[str]) -> Non
 
 
 def check_output(tensors: Sequence[ShardedTensor], objects: Sequence[ShardedObject]) -> None:
-    """Raise an error unless shards make whole tensors of different keys, and objects have different unique keys.
+    """Raise an error unless the shards tile whole tensors, and no object has the key of another object or a tensor.
 
     Raises:
-        IntegrityError: The shards don't, or some are flat; the error names every key, with missing and repeated
-            elements.
+        IntegrityError: Elements are missing or repeated, a key isn't unique, or shards are flat; the error names every
+            such key.
     """
     # Flat shards are refused: batches are cut as boxes, and a flat range of a box isn't one.
     problems = [f"{problem.key!r}: {problem.what}" for problem in access_problems(shard_columns(tensors))]
@@ -102,7 +102,7 @@ def _has_elements(shard: Shard) -> bool:
 
 
 def _used_boxes(tensors: Sequence[ShardedTensor], reads: Iterable[Fetch]) -> _Boxes:
-    """Return the used boxes of each source tensor, each with an upper bound of its used elements."""
+    """Return the used boxes of each source tensor, as (offset, shape, upper bound of the used elements)."""
     boxes: _Boxes = defaultdict(set)
     for fetch in reads:
         _add(boxes, fetch, prod(fetch.shape))
@@ -186,7 +186,7 @@ def batches_of(
     Args:
         tensors: Boxes of tensors, in the order of writing.
         objects: Objects, which come first, so that a format that can't hold them fails before anything is written.
-        layout: Number of pieces of whole tensors; others are cut if they are larger than a batch.
+        layout: Number of pieces along each axis of whole tensors; others are cut if they are larger than a batch.
         most_bytes: Upper bound of a batch's bytes, unless a piece that `layout` asks for is larger.
         cuts: Whether a tensor that is larger than a batch is cut; else it is a batch of its own.
 
@@ -285,9 +285,9 @@ class Plan:
         objects: Objects to write.
         common: Common tree to write, with holes in place of shards; `HOLE` if it is left out.
         batches: Pieces of the tensors, and the objects, in the order of writing.
-        left_out: Keys and unique keys that the transform didn't get; unreadable values of the source; and, if the
-            common state is left out, the paths of its tensors that couldn't be written under their paths' keys.
-        unused: (key, number of unused elements) of tensors that are in the output only in part.
+        left_out: Keys that patterns leave out or the transform drops; keys of unreadable values; and, if the common
+            state is left out, ``"common"`` and the paths of its tensors that can't have the keys of their paths.
+        unused: (key, number of unused elements) of each tensor that the output uses only in part.
         unchanged_keys: Keys of tensors that the transform returned unchanged.
     """
 
@@ -358,7 +358,7 @@ def plan_conversion(
 def _refuse_without_scales(
     tensors: Sequence[ShardedTensor], metadata: Metadata, unused: Set[str], plain: Sequence[str]
 ) -> None:
-    """Raise an error if quantised values are cast, while their scales in the source aren't used.
+    """Raise an error if quantised values are cast although the output doesn't use their scales in the source.
 
     Used scales aren't checked: `cast` itself refuses such values, and `recode` multiplies by the scales.
     """

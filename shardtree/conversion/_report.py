@@ -19,9 +19,10 @@ class ConversionReport:
         tensors: Number of tensors written.
         objects: Number of objects written.
         nbytes: Size of the tensors in bytes.
-        left_out: Keys and unique keys of the source that were left out; unreadable values, such as arrays of texts; and
-            ``"common"`` if that was left out, with the path of each tensor in it that has no key of its own.
-        unused: (key, number of unused elements) of tensors that were used only in part.
+        left_out: Keys and unique keys of the source that were left out or dropped by the transform; names of unreadable
+            values, such as arrays of texts; and, if the common state was left out, ``"common"`` and the paths of its
+            tensors that can't have the keys of their paths.
+        unused: (key, number of unused elements) of each tensor that was used only in part.
         batches: Number of batches.
         resumed: Number of batches that an earlier call had written.
         verified_nbytes: Bytes of tensors that were read back and compared; None without a check.

@@ -42,15 +42,15 @@ class SingleFile:
 
     @property
     def folder(self) -> str:
-        """Name of the hidden folder, the same in each call: a conversion is resumed there."""
+        """Name of the hidden folder; it is the same in each call, so that a killed conversion is resumed there."""
         return f".{self.name}.convert"
 
     def draft(self) -> Storage:
-        """Return the hidden folder."""
+        """Return the storage of the hidden folder, in which the model is written."""
         return folder_in(self.above, self.folder)
 
     def place(self) -> Storage:
-        """Return the storage of the model: the file if it is in place already, else the hidden folder."""
+        """Return the storage of the written model: the file if it is in place already, else the hidden folder."""
         return folder_in(self.above, self.name) if self.is_there else self.draft()
 
     def refusal(self) -> AlreadyACheckpoint:
@@ -59,7 +59,7 @@ class SingleFile:
         return AlreadyACheckpoint(error_text(heading, fix="Convert to another file."))
 
     def conflict(self) -> AlreadyACheckpoint:
-        """Return the error for a hidden folder in which another conversion has finished all but the file's name."""
+        """Return the error for a hidden folder with another conversion's finished model, not yet moved into place."""
         heading = f"convert: another conversion to {self.above.where(self.name)!r} was killed just before its end"
         state = f"its model in {self.above.where(self.folder)!r}"
         fix = "Repeat that conversion to finish it, or convert to another file."
@@ -92,8 +92,8 @@ def single_file(where: Directory, backends: Sequence[tuple[str, int]]) -> Single
         backends: Backends of the shards and of the common state.
 
     Raises:
-        AlreadyACheckpoint: The file exists, and no conversion can have written it.
-        StorageError: The file would be a pickle, or the format writes a folder.
+        AlreadyACheckpoint: The file exists, and isn't that of a conversion which was killed before it cleaned up.
+        StorageError: The destination names a pickle, or the format writes a folder.
 
     Examples:
         >>> single_file("/runs/step_10", [("dcp", 1), ("dcp", 1)]) is None
@@ -117,13 +117,13 @@ def single_file(where: Directory, backends: Sequence[tuple[str, int]]) -> Single
 
 
 def in_one_file(strategies: Strategies | None) -> Strategies:
-    """Return the dispatch table with which a Hugging Face model is saved as one file of any length.
+    """Return a dispatch table that saves a Hugging Face model as one file, whatever its length.
 
     Raises:
-        StrategyError: The given table has a function of its own that writes such models.
+        StrategyError: The given table replaces the default function that saves such models.
     """
     row = (StrategyAction.SAVE_SHARDED, "huggingface", 1)
     if table_of(strategies)[row] is not default_strategies[row]:
         fix = "Name a folder, or pass no limit of file sizes (--max-file-size, save_sharded_up_to)."
-        raise StrategyError(error_text("convert: a single file needs the format's own function", fix=fix))
+        raise StrategyError(error_text("convert: a single file needs the default save function", fix=fix))
     return {**table_of(strategies), row: huggingface.save_sharded_up_to(2**63)}

@@ -1,4 +1,4 @@
-"""The source of a conversion: a checkpoint as a flat tree of lazy shards, whose every key must be accounted for."""
+"""The source of a conversion: a checkpoint as a flat dict of lazy shards; each key must be used or left out."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ Note = Callable[[Fetch], None]
 
 
 class SourceKey(str):
-    """The key of a source tensor: a class of its own distinguishes it from lazy tensors of other checkpoints."""
+    """Key that names the source's lazy tensors; the class distinguishes them from those of other checkpoints."""
 
     __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredObject:
-    """A sharded object that isn't read yet, as its shard's data.
+    """Data of a sharded object that isn't read yet.
 
     Attributes:
         unique_key: Unique key of the object.
@@ -60,7 +60,7 @@ class StoredObject:
 
 
 def open_alike(where: Directory, world: World, options: LoadOptions, strategies: Strategies | None) -> Checkpoint:
-    """Return a checkpoint that each rank reads by itself, after rank 0 has parsed its metadata for all; collective.
+    """Open a checkpoint that each rank then reads by itself; rank 0 parses the metadata for all. Collective.
 
     Raises:
         NotACheckpoint, CorruptCheckpoint, StrategyError: The checkpoint can't be opened, as in `open_checkpoint`.
@@ -83,7 +83,7 @@ def open_alike(where: Directory, world: World, options: LoadOptions, strategies:
 def source_tree(
     reader: BoxReader, leave_out: Sequence[str], note: Note
 ) -> tuple[dict[str, Shard], tuple[str, ...], tuple[str, ...]]:
-    """Return a checkpoint as a dict of whole lazy shards, by key and unique key, and the keys and paths that it lacks.
+    """Return a checkpoint as a dict of whole lazy shards, and the keys and paths that are left out of it.
 
     Args:
         reader: Reader of the checkpoint.
@@ -92,8 +92,9 @@ def source_tree(
         note: Callback for each read: its argument is the box of a tensor, or a box without axes for an object.
 
     Returns:
-        The dict; the keys and unique keys that patterns leave out of it; and the paths of tensors in a left-out common
-        state that are sparse, lie in a value such as a set, or whose key belongs to another tensor.
+        The dict, by key or, for objects, unique key; the keys that patterns leave out of it; and the paths of tensors
+        in a left-out common state that can't be in the dict: they are sparse, lie in a value such as a set, or their
+        key belongs to another tensor.
 
     Raises:
         KeyMismatch: A pattern matches nothing.
@@ -160,7 +161,7 @@ def left_out_keys(
         metadata: Stored tensors and objects.
         patterns: Patterns of keys; an object matches by its key or its unique key. A pattern that would match other
             keys in a shell gives a FutureWarning.
-        others: Further keys that patterns may match, of values that aren't in the source anyway.
+        others: Further keys that patterns may match, such as those of unreadable values.
 
     Raises:
         KeyMismatch: A pattern matches nothing.
@@ -190,7 +191,7 @@ def left_out_keys(
 
 
 def note_shell_patterns(what: str, patterns: Iterable[str], keys: Collection[str]) -> None:
-    """Warn of patterns that match other keys than in a shell, where ``*`` crosses dots, as in earlier versions."""
+    """Warn of patterns that would match other keys in a shell, where ``*`` also matches dots, as it once did here."""
     lines = shell_differences(patterns, keys)
     if lines:
         fix = "* matches one part between dots, ** any number of parts."

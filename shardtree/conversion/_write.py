@@ -1,4 +1,4 @@
-"""Writing a destination batch by batch, each like one rank of a save, shared among processes; and committing it."""
+"""Writing and committing a destination: each batch is written like one rank of a save; processes share the batches."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from ._source import StoredObject
 
 
 class Turn(World):
-    """The world of one rank's turn. All ranks would send the same values, so collectives are identities.
+    """The world in which one process plays one rank of many; collectives act as if all ranks sent the same value.
 
     Examples:
         >>> turn = Turn(2, 4)
@@ -52,7 +52,7 @@ class Turn(World):
         super().__init__(rank, size, 0.0)
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Return the value for every rank."""
+        """Return a list with the value once for each rank."""
         return [value] * self.size
 
     def broadcast(self, value: Any, root: int = 0) -> Any:
@@ -83,7 +83,7 @@ class ConversionTarget:
         storage: Storage of the folder.
         formats: Formats of the shards and of the common state.
         options: Options for writing.
-        single: File to make from the folder; None for the folder itself.
+        single: File to which the folder's model is moved at the end; None if the folder is the result.
     """
 
     storage: Storage
@@ -116,7 +116,7 @@ def rehearse_tensors(destination: ConversionTarget, tensors: Sequence[ShardedTen
     """Raise an error if the destination's format can't hold one of the tensors; their save is prepared but not run.
 
     Args:
-        destination: Place and format of the destination.
+        destination: Storage and format of the destination.
         tensors: All shards of the destination.
         common: Common state, some of which may go to the files of tensors.
 
@@ -138,14 +138,14 @@ class Batches:
     """The batches of a destination, which several threads may write.
 
     Attributes:
-        destination: Place and format of the destination.
+        destination: Storage and format of the destination.
         journal: Journal that records written batches.
         save_id: Name of the save.
         plan: Plan of the conversion.
         common: Common tree, with holes in place of shards.
         passage: Passage through which elements are read.
-        state: The format's state for the layout of all batches, computed once.
-        first: Request of batch 0 on rank 0, once it is made.
+        state: State of the latest request, which the format may reuse for the next one.
+        first: Request of batch 0 on rank 0; None before it is made.
     """
 
     destination: ConversionTarget
@@ -165,7 +165,7 @@ class Batches:
         self.columns = join_columns(parts)
 
     def prepare(self, number: int) -> _BatchRequest:
-        """Return the request that writes a batch, the names of its written files, and its turn."""
+        """Return the request that writes a batch, the set that gets its files' names, and its turn to be read."""
         batch, target, count = self.plan.batches[number], self.destination, len(self.plan.batches)
         lazy = [shard.data for shard in batch.tensors if isinstance(shard.data, LazyTensor)]
         # Small reads of the batch are planned together, before the request makes them one by one.
@@ -186,7 +186,7 @@ class Batches:
         return request, names, turn
 
     def write(self, number: int) -> Any:
-        """Write a batch, record it, and return its result."""
+        """Write a batch, record it, and return the result that the commit needs."""
         with self._lock:
             request, names, turn = self.first if self.first is not None and not number else self.prepare(number)
         try:
@@ -250,7 +250,7 @@ _ROUND = 16  # batches of a rank between two collectives, in which ranks learn o
 
 
 def deal(pieces: Sequence[tuple[int, int]], ranks: int) -> list[list[list[int]]]:
-    """Return each rank's batches by round: consecutive batches, balanced by bytes. The first batch is always rank 0's.
+    """Return the batches of each rank, for each round: consecutive ones, balanced by bytes. Batch 0 is always rank 0's.
 
     Args:
         pieces: (number, bytes) of each piece of work, in order.
@@ -280,7 +280,7 @@ def deal(pieces: Sequence[tuple[int, int]], ranks: int) -> list[list[list[int]]]
 
 @contextmanager
 def _own_error() -> Iterator[None]:
-    """Raise the cause of a RemoteError: one process plays all ranks of a save, and its own error says more."""
+    """Replace a RemoteError of the block by its cause, which says more: one process plays all ranks of a save."""
     try:
         yield
     except RemoteError as error:

@@ -21,11 +21,11 @@ Function = typing.TypeVar("Function", bound=Callable[..., typing.Any])
 def shielded(function: Function) -> Function:
     """Return a function that runs outside of the torch modes of the caller's thread.
 
-    These are the default device (also a function mode), other function modes, dispatch modes such as `FakeTensorMode`,
-    autocast and inference mode. New tensors are thus ordinary tensors with elements, on the device that the allocation
-    states, and arithmetic uses its operands' dtype. Existing tensors stay as they are: an inference tensor that is
-    filled is still an inference tensor. The shield doesn't cover global state (the default dtype, deterministic
-    algorithms), so each allocation states its dtype.
+    The modes are the default device, other function modes, dispatch modes such as `FakeTensorMode`, autocast and
+    inference mode. New tensors are thus ordinary tensors with elements, on the device that the allocation states, and
+    arithmetic uses its operands' dtype. Existing tensors stay as they are: an inference tensor that is filled is still
+    an inference tensor. The shield doesn't cover global state (the default dtype, deterministic algorithms), so each
+    allocation states its dtype.
 
     Examples:
         >>> with torch.device("meta"), torch.inference_mode():

@@ -15,10 +15,10 @@ _PACKAGE = "shardtree"
 
 
 def import_quickly(module: str, package: str) -> types.ModuleType:
-    """Import a module by its name, relative to a package, with the collector paused.
+    """Import a module by its name, relative to a package, with Python's garbage collector paused.
 
-    Modules make many objects that stay. A collection among them would scan all of torch's objects too, which takes a
-    third of the time of the imports.
+    Imports create many objects that stay, which would trigger collections. These would scan all of torch's objects too,
+    and take a third of the imports' time.
     """
     with collector_paused():
         return importlib.import_module(module, package)
@@ -26,16 +26,20 @@ def import_quickly(module: str, package: str) -> types.ModuleType:
 
 @cache
 def leaf(name: str) -> typing.Any:
-    """Return the function or table that `_leaves` lists under a name; its module is imported at the first call.
+    """Return the object that `_leaves` lists under a name, importing its module at the first call.
 
-    Core and shell never import these modules directly: otherwise loading one tensor would import all formats.
+    Core and shell get everything that they use of other packages in this way. If they imported it directly, loading one
+    tensor would import all formats.
     """
     leaves: typing.Mapping[str, str] = import_quickly("._leaves", _PACKAGE).LEAVES
     return by_name(leaves[name])
 
 
 def by_name(place: str) -> typing.Any:
-    """Return a module's attribute, named "module:attribute" relative to the package; the module is imported.
+    """Import a module, and return one of its attributes.
+
+    Args:
+        place: Text "module:attribute", with the module's name relative to shardtree.
 
     Examples:
         >>> by_name("errors:TreeError").__name__
@@ -46,7 +50,7 @@ def by_name(place: str) -> typing.Any:
 
 
 def when_called(place: str) -> typing.Callable[..., typing.Any]:
-    """Return a function that imports `by_name(place)` when it is called, and calls it with its arguments."""
+    """Return a function that calls `by_name(place)`, whose module is imported only at the first call."""
     return partial(_call, place)
 
 
@@ -65,11 +69,13 @@ def notebook_html(value: object) -> str:
 
 
 def later(package: str, names: typing.Mapping[str, str]) -> typing.Callable[[str], object]:
-    """Return a package's `__getattr__`, which imports names from their modules, and modules under their old paths.
+    """Return a `__getattr__` for a package that imports a name's module when the name is first used.
+
+    It also finds modules of the package under the import paths of earlier releases.
 
     Args:
         package: Full name of the package.
-        names: For each module, relative to the package, the names that it defines, separated by spaces.
+        names: Dict from a module, relative to the package, to the names that it defines, separated by spaces.
     """
     modules = {name: module for module, those in names.items() for name in those.split()}
 
@@ -84,7 +90,7 @@ def later(package: str, names: typing.Mapping[str, str]) -> typing.Callable[[str
 
 
 def _moved(package: str, name: str) -> types.ModuleType | None:
-    """Return the module that once had this import path; None if there was none."""
+    """Return the module that had the import path ``package.name`` in an earlier release; None if none had."""
     old = f"{package}.{name}"
     new: str = leaf("new_address")(old)
     if name.startswith("_") or new == old:
@@ -106,7 +112,7 @@ def face(
         name: Full name of the face.
         names: Public names.
         room: Package that defines them, relative to the face.
-        elsewhere: Names that other packages define, in the form that `later` takes.
+        elsewhere: Names that other packages define, in the form of `names` in `later`.
     """
     # With a `__path__` the face counts as a package, so that old imports of modules below it still work.
     vars(sys.modules[name]).setdefault("__path__", [])

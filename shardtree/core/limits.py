@@ -1,15 +1,23 @@
 """Limits of memory: the bytes that a save, a load or a check holds at once, and the largest files read as a whole.
 
-A save holds, beside the tree, the bytes that its threads have copied and not yet written: two parts of `COPIED_BYTES`,
-or one of `LAZY_BYTES`, for each of at most four threads on a local disk; on the way to a store, `UPLOAD_BYTES` for each
-of two files. A load reads into the target's own memory. Beside that it holds at most `WINDOW_BYTES` for each thread
-that reads local files, `IN_FLIGHT_BYTES` of a store's answers for the whole process, two parts of `STAGED_BYTES` if the
-target lies on a device, and `CAST_BYTES` of elements that are converted; an exchange between ranks adds
-`EXCHANGE_BYTES`. Metadata come on top. JSON files beyond their bound aren't decoded, so that a forged one can't fill
-the memory. Two things have no bound: an index with all its chunks, and the copy of the tree in an asynchronous save.
+A save holds, beside the tree, the bytes that its threads have copied and not yet written:
+
+- on the way to a local disk, two parts of `COPIED_BYTES`, or one of `LAZY_BYTES`, for each of at most four threads;
+- on the way to a store, `UPLOAD_BYTES` for each of two files.
+
+A load reads into the target's own memory. Beside that it holds at most:
+
+- `WINDOW_BYTES` for each thread that reads local files;
+- `IN_FLIGHT_BYTES` of a store's answers for the whole process;
+- two parts of `STAGED_BYTES` if the target is on a device;
+- `CAST_BYTES` of elements that are converted;
+- `EXCHANGE_BYTES` if ranks exchange what they read.
+
+Both also hold metadata. A JSON file that exceeds its bound isn't decoded, so that a forged one can't fill the memory.
+Two things have no bound: an index with all its chunks, and the copy of the tree in an asynchronous save.
 
 Functions with the argument `max_bytes_in_flight` take another bound from their caller; all other limits are fixed.
-Sizes that decide between two ways of doing the same, and bounds of one foreign format, stand beside their code.
+Sizes that choose between two algorithms, and bounds of one foreign format, are defined in the modules that use them.
 """
 
 from __future__ import annotations

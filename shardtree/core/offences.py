@@ -1,4 +1,4 @@
-"""Offences: faults as data. Their records differ in fields, but print and sort alike."""
+"""Offences: faults as records, which errors print as lines. Each kind of fault has its own class of records."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ _SHOWN_OF_ONE_KEY = 3
 
 
 class Offence(Protocol):
-    """A fault: a frozen record that can be pickled, so that ranks can send it to each other.
+    """Protocol of a fault: a frozen record with texts for its key, location, description and fix.
 
-    Records also have fields of their own, for code that inspects them.
+    Ranks send records to each other, so they can be pickled. A class of records may have further fields, for code that
+    inspects them.
     """
 
     @property
@@ -23,11 +24,11 @@ class Offence(Protocol):
 
     @property
     def where(self) -> str:
-        """Part of the key's object, or the ranks concerned, as text; empty if the whole object is meant."""
+        """Affected part of the tensor or object, or the affected ranks, as text; empty if all of it is affected."""
 
     @property
     def what(self) -> str:
-        """The fault, as text."""
+        """Description of the fault, without its key and location."""
 
     @property
     def fix(self) -> str:
@@ -35,7 +36,7 @@ class Offence(Protocol):
 
 
 def offence_text(offence: Offence) -> str:
-    """Return an offence as one line.
+    """Return one line for an offence, with its key, location and description.
 
     Examples:
         >>> from shardtree.plans import Gap
@@ -50,12 +51,14 @@ def _name(offence: Offence) -> str:
 
 
 def by_key(offence: Offence) -> str:
-    """Return the key by which offences are sorted; offences of one key keep their order."""
+    """Return an offence's key as text, to sort offences by it; offences of one key keep their order."""
     return str(offence.key)
 
 
 def offence_lines(offences: Iterable[Offence]) -> list[str]:
-    """Return offences as lines, at most a few for each key, so that one key doesn't hide the others.
+    """Return one line for each offence, but only the first few of each key and then a count of its other offences.
+
+    One key with many offences then does not hide the other keys. Offences of one key must be adjacent.
 
     Examples:
         >>> from shardtree.layouts import Problem
@@ -72,12 +75,12 @@ def offence_lines(offences: Iterable[Offence]) -> list[str]:
 
 
 def offences_text(heading: str, offences: Sequence[Offence], *fixes: str) -> str:
-    """Return the text of an error: its offences, their advice without repetitions, and further advice.
+    """Return an error text: the heading, a line for each offence, and advice without repetitions.
 
     Args:
-        heading: Text that tells what is wrong with what.
+        heading: First line of the text, a statement of the fault.
         offences: All offences; at most ten lines are shown.
-        fixes: Further advice.
+        fixes: Advice that follows the offences' own.
 
     Examples:
         >>> from shardtree.layouts import Problem

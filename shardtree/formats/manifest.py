@@ -73,9 +73,10 @@ def _checked_names(_: Checkpoint) -> set[str]:
 
 
 def manifest_findings(checkpoint: Checkpoint) -> tuple[tuple[Finding, ...], frozenset[str]]:
-    """Return a manifest's findings, unlisted files included, and the names of the files whose SHA-256 is right.
+    """Return the findings about all files of a checkpoint with a manifest, and the names of the undamaged files.
 
-    The manifest itself needs no checksum: any change makes it unsound, or makes a file differ from its entry.
+    Both are empty without a manifest. Files that it does not list are reported as unchecked. The manifest itself needs
+    no checksum: any change makes it unsound, or makes a file differ from its entry.
     """
     try:
         manifest = read_manifest(checkpoint)

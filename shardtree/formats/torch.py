@@ -42,9 +42,11 @@ from .pickles import read_pickle, write_pickle
 _HOLES = ".shardtree_holes"
 """Name of the archive's record of holes in lists and tuples, which other readers ignore."""
 
+_FIX = "The file was damaged or edited; load another checkpoint."
+
 
 def filled(common: Any) -> tuple[Any, list[TreePath]]:
-    """Return a tree with its holes (places of shards) taken out, and the paths of holes that became empty dicts.
+    """Return a tree without holes (placeholders of shards), and the paths of holes that became empty dicts.
 
     Holes in dicts are omitted; holes in lists and tuples become empty dicts.
 
@@ -62,7 +64,7 @@ def _empty(leaf: Any) -> Any:
 
 
 def with_holes(tree: Any, paths: Sequence[TreePath], what: str) -> Any:
-    """Return the tree with holes at some paths; lists and dicts are changed in place.
+    """Return a tree with holes in place of the empty dicts at some paths; its lists and dicts are changed in place.
 
     Args:
         tree: Tree that was just read, so that nothing else refers to it.
@@ -81,7 +83,9 @@ def with_holes(tree: Any, paths: Sequence[TreePath], what: str) -> Any:
             tree = _put(tree, path)
         except (LookupError, TypeError) as error:
             cause = f"no empty dict at {render_path(path)}"[:200]
-            raise CorruptCheckpoint(error_text(f"{what}: its record of shards is wrong", found=cause)) from error
+            raise CorruptCheckpoint(
+                error_text(f"{what}: its record of shards is wrong", found=cause, fix=_FIX)
+            ) from error
     return tree
 
 
@@ -122,7 +126,7 @@ def decode_with_holes(data: Buffer, what: str, options: LoadOptions) -> Any:
 
 
 def encode_holes(paths: Sequence[TreePath]) -> bytes:
-    """Return paths as bytes.
+    """Return the pickle of holes' paths, which is stored in an archive's record.
 
     Raises:
         UnsupportedValue: A dict's key on a path isn't a number, a string or a tuple of them.
@@ -132,14 +136,14 @@ def encode_holes(paths: Sequence[TreePath]) -> bytes:
 
 
 def decode_holes(data: bytes, what: str) -> list[TreePath]:
-    """Return the paths in bytes that `encode_holes` wrote.
+    """Return the paths of holes from a pickle that `encode_holes` made.
 
     Raises:
         CorruptCheckpoint: The bytes aren't a list of paths.
     """
     paths = read_pickle(data, {}, what=f"{what}: its record of shards")
     if type(paths) is not list or any(type(path) is not tuple or len(path) > 200 for path in paths):
-        raise CorruptCheckpoint(error_text(f"{what}: its record of shards isn't a list of paths"))
+        raise CorruptCheckpoint(error_text(f"{what}: its record of shards is not a list of paths", fix=_FIX))
     return paths
 
 
@@ -173,18 +177,18 @@ def load_common(checkpoint: Checkpoint) -> Any:
 
 
 def load_archive(checkpoint: Checkpoint, name: str) -> Any:
-    """Return the tree in a file of a checkpoint; it raises the errors of `load_common`."""
+    """Return the tree in a file of a checkpoint; raise the same errors as `load_common`."""
     data, what = _read(checkpoint, name)
     return decode_with_holes(data, what, checkpoint.options)
 
 
 def verify_common(checkpoint: Checkpoint) -> tuple[Finding, ...]:
-    """Return the findings about common.pt."""
+    """Return the findings about common.pt: damage, or the coverage by checksums."""
     return verify_archive(checkpoint, COMMON_FILE)
 
 
 def verify_archive(checkpoint: Checkpoint, name: str) -> tuple[Finding, ...]:
-    """Return the findings about an archive of a checkpoint: damage if a checksum differs or it can't be read."""
+    """Return the findings about an archive: damage if it cannot be read, else the bytes with and without a checksum."""
     try:
         data, what = _read(checkpoint, name)
         with suppress(UnsafeFile, UnsupportedValue):  # The checksums are right, and the values aren't needed here.
@@ -196,7 +200,7 @@ def verify_archive(checkpoint: Checkpoint, name: str) -> tuple[Finding, ...]:
 
 
 def list_files(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Return the name of the only file."""
+    """Return the names of the format's files: only common.pt."""
     return (COMMON_FILE,)
 
 
@@ -218,7 +222,7 @@ HEADERS = "headers, names and padding of zip archives: only fields that are stor
 
 
 def archive_findings(name: str, data: Buffer) -> tuple[Finding, ...]:
-    """Return findings that count the bytes of a sound archive with a CRC32, and name the bytes without one.
+    """Return the coverage of an intact archive by CRC32s: the number of bytes with one, and the ranges without.
 
     Args:
         name: Name of the archive's file.

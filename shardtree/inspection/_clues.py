@@ -1,4 +1,4 @@
-"""Guesses about a folder or file without a checkpoint, by the names in it or a file's first bytes."""
+"""Guesses about a folder or file that isn't a checkpoint, from the names in it or the file's first bytes."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ _SAVE = ("a save that was interrupted, or is still running", "Load another check
 
 
 def is_conversion(name: str) -> bool:
-    """Return whether a name is that of an unfinished conversion's folder.
+    """Return whether a name is one that `convert` gives to the folder of an unfinished conversion.
 
     Examples:
         >>> is_conversion(".convert-0123"), is_conversion("convert")
@@ -114,7 +114,7 @@ def is_conversion(name: str) -> bool:
 
 
 def clue(names: Iterable[str]) -> Clue | None:
-    """Return the likely kind of a folder and the remedy, or None if no name in it is known.
+    """Return the likely kind of a folder or file, and what to do with it; None if none of the names is known.
 
     Args:
         names: Names in the folder, or the name of the file.
@@ -134,7 +134,7 @@ def clue(names: Iterable[str]) -> Clue | None:
 
 
 def others_clue(names: Iterable[str]) -> Clue | None:
-    """Return the clue that a folder as a whole is another program's checkpoint; None if no name in it says so.
+    """Return the clue for a folder that is a checkpoint of Orbax or TensorFlow as a whole; None for other folders.
 
     Examples:
         >>> others_clue(["d", "manifest.ocdbt"])[0], others_clue(["losses.npy"])
@@ -167,7 +167,7 @@ _HEADS = (
 
 
 def clue_of_bytes(head: bytes) -> Clue | None:
-    """Return the likely kind of a file, by its first bytes, and the remedy, or None if the bytes aren't known.
+    """Return the likely kind of a file by its first bytes, and what to do with it; None if the bytes aren't known.
 
     Examples:
         >>> clue_of_bytes(b"GGUF and more")[0], clue_of_bytes(b"notes")

@@ -53,7 +53,10 @@ def _is_remote(reader: BoxReader) -> bool:
 
 
 def group_bytes(reader: BoxReader) -> int:
-    """Return the size of reads that are planned together: larger if each read is a request, or decodes whole chunks."""
+    """Return the number of bytes that one read plan should cover.
+
+    It is larger if each read is a request to a remote storage, or if the format always decodes whole chunks.
+    """
     if _is_remote(reader):
         return _REMOTE_GROUP_BYTES
     tree = reader.tree
@@ -66,15 +69,15 @@ _LEAST_LENT, _MOST_LENT = 1024 * 1024, 256 * 1024 * 1024  # allocators keep smal
 
 @dataclass(slots=True, eq=False)
 class BoxReader:
-    """A reader of a checkpoint's boxes. Planning takes longer than a small read, so small reads are planned together.
+    """A reader of boxes of a checkpoint's tensors, which plans many small reads at a time.
 
-    Callers call `check` before they use what was read: looking at each file of a large model takes longer than a read,
-    too.
+    Planning takes longer than a small read, and so does checking whether the checkpoint was replaced. Callers announce
+    tensors by `expect`, and call `check` once before they use the elements of several reads.
 
     Attributes:
         tree: Checkpoint to read.
-        key_class: Class of its keys, to distinguish its tensors from lazy tensors of other checkpoints.
-        memory: Memory for large boxes, lent repeatedly: new memory for each would cost about as much as reading it.
+        key_class: Class of the checkpoint's keys, to distinguish its tensors from lazy tensors of other checkpoints.
+        memory: Reused memory for large boxes: new memory for each would cost about as much as reading the box.
     """
 
     tree: OpenCheckpoint
@@ -86,7 +89,7 @@ class BoxReader:
     _newest: Any = None
 
     def expect(self, tensors: Iterable[Any]) -> None:
-        """Announce the next tensors to read instead of the earlier ones; nothing is read yet."""
+        """Announce the tensors that will be read next. They replace those announced before; nothing is read yet."""
         most = group_bytes(self) // (8 if _is_remote(self) else 32)  # larger tensors gain nothing from a common plan
         fetches = (fetch for each in tensors if isinstance(each, LazyTensor) for fetch in each.fetches)
         small = dict.fromkeys(fetch for fetch in fetches if fetch.nbytes <= most and self._has(fetch.name))
@@ -114,7 +117,7 @@ class BoxReader:
         return self._read([box])[0] if tensor is None else tensor
 
     def _read(self, boxes: Sequence[TensorBox]) -> list[torch.Tensor]:
-        """Return the elements of boxes, read by one plan. Boxes must have elements, and lie inside their tensors."""
+        """Return the elements of boxes, read by one plan. Each box must have elements, and lie inside its tensor."""
         shards = [self._target(*box) for box in boxes]
         checkpoint = self.tree.checkpoint
         backend = sharded_backend(checkpoint.fields)
@@ -173,7 +176,7 @@ def value_differences(
 
 @dataclass(frozen=True, slots=True)
 class KindDifference:
-    """Two dtypes or global shapes of one tensor, a difference that needs no elements.
+    """A tensor that has different dtypes or global shapes in two checkpoints, so that elements aren't compared.
 
     Attributes:
         key: Key of the tensor.
@@ -207,7 +210,7 @@ class CheckpointDifference:
         values: Tensors with different elements.
         objects: Differences of objects, by unique key.
         common: Differences of the common states.
-        nbytes: Bytes of tensors of each checkpoint that were compared.
+        nbytes: Number of bytes of tensors that were compared on each side.
     """
 
     only_left: tuple[str, ...] = ()
@@ -309,7 +312,7 @@ def _kind_difference(key: str, left: ShardedBase, right: ShardedBase) -> KindDif
 
 
 def plain_difference(left: Any, right: Any) -> Difference:
-    """Return the differences of two trees of plain values, also inside records and other values with fields.
+    """Return the differences of two trees of plain values; dataclasses, namespaces and records are compared by field.
 
     Examples:
         >>> plain_difference({"args": Namespace(lr=0.1, seed=1)}, {"args": Namespace(lr=0.1, seed=2)}).mismatch
@@ -323,7 +326,7 @@ def _as_fields(tree: Any) -> Any:
 
 
 def _as_fields_leaf(leaf: Any) -> Any:
-    """Return a value as dicts of its fields; its type is the entry "", a name that no field has."""
+    """Return a value with fields as nested dicts of them, and other values unchanged; entry "" is the type's name."""
     # A value whose class isn't imported is a Record. As dicts, values compare alike, whether or not the class is
     # imported.
     if isinstance(leaf, Record):

@@ -75,7 +75,7 @@ def load_tensors_metadata(
 
     Args:
         checkpoint_dir: Path, URL or storage of the checkpoint.
-        sharded_strategy: Strategy that lists shards instead of the format's own.
+        sharded_strategy: Strategy that lists the shards; None for the strategy of the checkpoint's format.
         world: World whose ranks all get the result; rank 0 reads it, and the call is collective. None for this process
             alone.
         strategies: Dispatch table; None for the process's.
@@ -109,12 +109,13 @@ def load_sharded_metadata(
     strategies: Strategies | None = None,
     options: LoadOptions | None = None,
 ) -> dict[str, ShardedTensor | ShardedObject]:
-    """Return every stored tensor by its key and object by its unique key, whole and without data.
+    """Return every stored tensor by its key, as one whole shard, and every object by its unique key; without data.
 
     Args:
         checkpoint_dir: Path, URL or storage of the checkpoint.
-        sharded_strategy: Strategy that lists shards instead of the format's own.
-        common_strategy: Strategy that lists objects beside the common state instead of the format's own.
+        sharded_strategy: Strategy that lists the shards; None for the strategy of the checkpoint's format.
+        common_strategy: Strategy that lists objects stored with the common state; None for the strategy of the common
+            state's format.
         world: World whose ranks all get the result; rank 0 reads it, and the call is collective. None for this process
             alone.
         strategies: Dispatch table; None for the process's.
@@ -152,7 +153,8 @@ def load_content_metadata(
 
     Args:
         checkpoint_dir: Path, URL or storage of the checkpoint.
-        preloaded_state_dict: Loaded or common state, if the caller has it already.
+        preloaded_state_dict: Result of `load` or `load_common_state_dict`, if the caller has it already: then nothing
+            is read.
         world: World whose ranks all get the result; rank 0 reads it, and the call is collective. None for this process
             alone.
         strategies: Dispatch table; None for the process's.
@@ -169,7 +171,8 @@ def load_content_metadata(
     """
     if preloaded_state_dict is None:
         if checkpoint_dir is None:
-            raise TreeError(error_text("load_content_metadata: no checkpoint_dir and no preloaded_state_dict"))
+            heading = "load_content_metadata: no checkpoint_dir and no preloaded_state_dict"
+            raise TreeError(error_text(heading, fix="Pass one of them."))
         preloaded_state_dict = load_common_state_dict(
             checkpoint_dir, world=world, strategies=strategies, options=options
         )

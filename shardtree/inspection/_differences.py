@@ -22,7 +22,7 @@ _MOST_BOXES = 2**20  # per tensor: a file may claim a tensor of 2**57 elements, 
 
 
 def boxes(shape: tuple[int, ...], cell: tuple[int, ...], doing: str, most: int) -> Iterator[Box]:
-    """Return the boxes of shape `cell`, or smaller at the ends, that tile a tensor, after checking their number.
+    """Return the boxes that tile a tensor, in row-major order. They have shape `cell`, or less at the tensor's ends.
 
     Args:
         shape: Shape of the tensor.
@@ -31,7 +31,7 @@ def boxes(shape: tuple[int, ...], cell: tuple[int, ...], doing: str, most: int) 
         most: Upper bound of the number of boxes.
 
     Raises:
-        ShapeError: There are more boxes.
+        ShapeError: There would be more than `most` boxes.
 
     Examples:
         >>> list(boxes((3, 4), (2, 4), "compare: 'w'", 100))
@@ -45,7 +45,15 @@ def boxes(shape: tuple[int, ...], cell: tuple[int, ...], doing: str, most: int) 
 
 
 def boxes_within(shape: tuple[int, ...], most: int, doing: str) -> Iterator[Box]:
-    """Yield boxes of a bounded number of elements, each a run of the row-major tensor, in order; raises like `boxes`.
+    """Return boxes that tile a tensor, each contiguous in the row-major tensor, in order.
+
+    Args:
+        shape: Shape of the tensor.
+        most: Upper bound of the number of elements in a box, at least 1.
+        doing: Name of the operation in error messages.
+
+    Raises:
+        ShapeError: There would be more than a million boxes.
 
     Examples:
         >>> [offset for offset, _ in boxes_within((2, 3), 2, "compare: 'w'")]
@@ -66,13 +74,14 @@ class ValueDifference:
 
     Attributes:
         key: Key of the tensor.
-        count: Number of elements that differ in a bit.
+        count: Number of elements that differ in at least one bit.
         elements: Number of all elements.
         first: Index of the first differing element, in row-major order.
         left: First differing element on the left; its bits in hexadecimal if torch can't convert them to a number.
         right: First differing element on the right.
-        largest: Largest absolute difference of two numbers; None if there is none, as for NaNs.
-        ulps: Largest distance of two floating-point numbers, counted in numbers of their dtype; None if there is none.
+        largest: Largest absolute difference of two elements; None if there is none, as for NaNs.
+        ulps: Largest distance of two floating-point elements in ulps (units in the last place): the number of steps
+            from one to the other through the numbers of their dtype. None if there is none.
     """
 
     where: ClassVar[str] = ""
@@ -114,7 +123,7 @@ def value_difference(
         progress: Callback with the bytes of each tensor compared since its last call.
 
     Raises:
-        ShapeError: The tensors are too large to be compared in so little memory.
+        ShapeError: The tensors are too large to be compared in `most_bytes` of memory.
 
     Examples:
         >>> left, right = torch.tensor([1.0, float("nan")]), torch.tensor([1.5, float("nan")])
@@ -156,7 +165,7 @@ def _part_difference(
 
 
 def _ulps(left: Any, right: Any, nan: Any) -> int | None:
-    """Return the largest distance of floating-point numbers, counted in numbers of their dtype, from their bits."""
+    """Return the largest distance in ulps of pairs of floating-point numbers, given as bits; None if all are `nan`."""
     top = np.uint64(1 << 8 * left.itemsize - 1)
     bits = [words[~nan, 0].astype(np.uint64) for words in (left, right)]
     low, high = np.minimum(*(each & ~top for each in bits)), np.maximum(*(each & ~top for each in bits))
@@ -165,7 +174,7 @@ def _ulps(left: Any, right: Any, nan: Any) -> int | None:
 
 
 def joint_difference(first: ValueDifference, later: ValueDifference | None) -> ValueDifference:
-    """Return a difference combined with that of later elements."""
+    """Return the difference of all elements, given those of the first and of later elements of the same tensor."""
     if later is None:
         return first
     largest = max((each.largest for each in (first, later) if each.largest is not None), default=None)
@@ -174,14 +183,17 @@ def joint_difference(first: ValueDifference, later: ValueDifference | None) -> V
 
 
 def _words(tensor: torch.Tensor) -> Any:
-    """Return the bits of a tensor's elements as integers, a row each: (elements, words)."""
+    """Return the bits of a tensor's elements as unsigned integers (words), of shape (elements, words per element)."""
     # Bits are compared as integers: as floats, NaN wouldn't equal itself, and 0.0 would equal -0.0.
     word = _WORDS.get(tensor.dtype.itemsize, np.uint64)
     return row_major_bits(tensor).numpy().view(word).reshape(tensor.numel(), -1)
 
 
 def _numbers(words: Any, dtype: torch.dtype) -> Any:
-    """Return elements as the widest numbers of their kind, from their bits; as texts if torch can't convert them."""
+    """Return the elements with these bits as numbers: float64 or complex128, or integers and booleans of their dtype.
+
+    If torch can't convert the dtype, the result is the first element's bits alone, as a hexadecimal text.
+    """
     raw = torch.from_numpy(words.view(np.uint8).reshape(-1).copy()).view(dtype)
     wide = torch.complex128 if dtype.is_complex else torch.float64 if dtype.is_floating_point else None
     try:

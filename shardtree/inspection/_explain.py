@@ -42,8 +42,9 @@ def explain(
 ) -> Explanation:
     """Return the predicted outcome of a `load` with a target, in a world of one rank: its problems and its reads.
 
-    Its `ok` is the outcome of that load. Only metadata and the common state are read, and no memory is allocated. For
-    one rank of several, pass ``validate_access_integrity=False``; `explain_ranks` takes the targets of all.
+    The result's `ok` says whether that load would succeed. Only metadata and the common state are read, and no memory
+    is allocated for tensors. For one rank of several, pass ``validate_access_integrity=False``, or pass the targets of
+    all ranks to `explain_ranks`.
 
     Args:
         sharded_state_dict: The target. The data of its shards may be None or on any device.
@@ -67,9 +68,9 @@ def explain(
 
     Raises:
         NotACheckpoint: There is no checkpoint.
-        CorruptCheckpoint: Metadata or the common state is damaged, or a file is missing or has another length.
-        StrategyError: The format can't list its contents, or an option has no such choice.
-        KeyMismatch: There is no such strict mode.
+        CorruptCheckpoint: Metadata or the common state is damaged, or a file is missing or has a wrong length.
+        StrategyError: The format can't list its contents, or an option has an unknown value.
+        KeyMismatch: The strict mode is unknown.
 
     Examples:
         >>> import tempfile, torch, shardtree as st
@@ -123,8 +124,9 @@ def explain_ranks(
 ) -> Explanation:
     """Return the predicted outcome of a `load` by several ranks, found in one process from all their targets.
 
-    Its `ok` is True if that load would succeed on every rank, and False if it would raise, provided that stored bytes
-    verify and factories can merge what was loaded. It is None if only values can decide it; `undecided` lists these.
+    The result's `ok` is True if that load would succeed on every rank, and False if it would raise, provided that
+    stored bytes verify and factories can merge what was loaded. It is None if the outcome depends on stored values;
+    `undecided` lists the open questions.
 
     Args:
         sharded_state_dicts: Targets of all ranks, by rank. Each is requested several times, and not kept: a sequence
@@ -193,7 +195,7 @@ class _Targets(Sequence[Any]):
 def _targets_through(
     trees: Sequence[Any], transforms: Transform | Sequence[Transform], *, cast: bool = False, plain: Sequence[str] = ()
 ) -> Sequence[Any]:
-    """Return the targets of all ranks, transformed by one transform for all, or by each rank's own.
+    """Return the targets of all ranks, changed by one transform for all ranks, or by a transform for each rank.
 
     Raises:
         MetadataError: There aren't as many transforms as targets.

@@ -1,4 +1,4 @@
-"""The predicted outcome of a load: misfits, and the reads of each rank. As data, and as a table."""
+"""The predicted outcome of a load: its problems and the reads of each rank, as data and as a table."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class RankReads:
         rank: Number of the rank.
         shards: Number of tensor shards in its target.
         objects: Number of sharded objects in its target.
-        cost: Cost of reading the loadable shards; None if the format can't tell.
+        cost: Cost of reading the shards that can be loaded; None if the format can't tell.
         sent: Bytes that the rank reads and sends to other ranks.
         received: Bytes that other ranks send to the rank.
     """
@@ -101,17 +101,18 @@ class Explanation:
     Attributes:
         missing: Stored keys that no rank requests, sorted; a problem only in some strict modes.
         problems: Reasons why the target can't be loaded, each once: keys that aren't stored, other global shapes or
-            dtypes, incomplete or unreadable tensors, objects of another shape without a rule, failing checks.
+            dtypes, incomplete or unreadable tensors, arrays of objects in another shape for which `LoadOptions` has no
+            object rule, failing checks.
         reads: Predicted reads of each rank, by rank.
         undecided: Failures that may occur when values are read.
-        omitted: Requested keys that aren't stored, and that the strict mode leaves out; they are no problems.
-        left_out: Paths of stored plain values and containers that a load leaves out.
+        omitted: Requested keys that aren't stored, if the strict mode leaves them out of the result instead of raising.
+        left_out: Paths of stored plain values and containers that a load leaves out of the result.
         unfilled: Paths of the targets' plain tensors that aren't in the result, since nothing is stored for them.
         uncompared: Keys of optimizer states whose masters wouldn't be compared with the weights, since the options have
             ``verify=None``.
         exchange: Reason why ranks would read for each other, or wouldn't, if ``exchange="auto"`` lets the load decide.
-        kept: Paths at which the result has the target's own value: a list, tuple or class needs one, and none is
-            stored.
+        kept: Paths at which the result has the target's own value: nothing is stored there, but the list, tuple or
+            class around it needs a value.
     """
 
     missing: tuple[str, ...]
@@ -159,7 +160,7 @@ class Explanation:
 
     @property
     def reshaped(self) -> tuple[ShapeChange, ...]:
-        """Arrays of objects that are stored in another shape, and have no rule."""
+        """Arrays of objects that are stored in another shape, and for which `LoadOptions` has no object rule."""
         return tuple(problem for problem in self.problems if isinstance(problem, ShapeChange))
 
     @property

@@ -65,8 +65,8 @@ class _Load:
         mode: The strict mode.
         ranks: Ranks whose targets can be flattened.
         target_keys: All keys that these ranks request.
-        kinds: Stored kinds of the requested tensors.
-        exchange: Whether ranks would read for each other.
+        kinds: Stored dtype and global shape of each requested tensor, by key.
+        exchange: Choice whether ranks would read for each other, and its reason.
     """
 
     stored: Stored
@@ -79,19 +79,19 @@ class _Load:
     exchange: ExchangeChoice
 
     def prospect(self, shards: Shards) -> plans.Prospect:
-        """Return the problems and the cost of loading shards; both are empty for a caller's own strategy."""
+        """Return the problems and the cost of loading shards; no problems if the caller's own function loads them."""
         # Such a strategy may load what the format doesn't hold, so missing keys are no problems then.
         if callable(self.request.choices[0]):
             return plans.Prospect()
         return prospect(self.stored, shards, cast=self.request.cast, plain=self.request.plain)
 
     def cost(self, groups: Sequence[Shards]) -> plans.ReadCost:
-        """Return the cost of reading groups of shards, one after the other."""
+        """Return the total cost of reading groups of shards, each group by a plan of its own."""
         costs = (self.prospect(group).cost for group in groups if group)
         return sum((cost() for cost in costs if cost is not None), plans.ReadCost())
 
     def fitting(self, shards: Shards, problems: Iterable[plans.Misfit]) -> Shards:
-        """Return the shards that would be read, with only the stored part of a tensor with gaps."""
+        """Return the shards that would be read: stored ones without problems. Gaps don't exclude a shard."""
         wrong = {problem.key for problem in problems if not isinstance(problem, plans.Gap)}
         return [shard for shard in shards if shard.key in self.kinds and shard.key not in wrong]
 
@@ -99,7 +99,8 @@ class _Load:
 def explanation(checkpoint: Checkpoint, request: LoadRequest, trees: Sequence[Any]) -> Explanation:
     """Return the outcome of a load of these targets: the checks of every rank run in this process, one after the other.
 
-    Trees are flattened anew for each step and not kept, so that a sequence that makes them takes the memory of one.
+    Each target is requested from `trees` several times and not kept: a sequence that makes targets on request takes the
+    memory of one.
     """
     ranks, findings = range(len(trees)), Findings()
     load = _prepare(checkpoint, request, trees, findings)
@@ -133,7 +134,7 @@ def explanation(checkpoint: Checkpoint, request: LoadRequest, trees: Sequence[An
 
 
 def _prepare(checkpoint: Checkpoint, request: LoadRequest, trees: Sequence[Any], findings: Findings) -> _Load:
-    """Return the load, after collecting the ranks' requests and checking that they fit together."""
+    """Flatten all ranks' targets, check that they fit together, and return the load with the keys that they request."""
     mode, choices = parse_strict(request.strict), request.choices
     foretold_exchange(checkpoint, len(trees), None)  # an unknown choice is an error at once
     with findings.record(range(len(trees))):
@@ -167,13 +168,13 @@ def check_alike(
     *,
     tiling: bool = True,
 ) -> None:
-    """Raise the errors of `check_together`, without all ranks' shards at once: many ranks may hold the same shards.
+    """Raise the errors of `check_together`, in less memory: equal shards of several ranks are stored once.
 
     Args:
         alike: Tensor shards of all ranks.
-        descriptions: Ranks' descriptions, by rank, without tensor shards.
-        layout: Layout of all ranks, if they were given one.
-        tiling: Whether each element and object must have one main replica.
+        descriptions: Descriptions of the ranks' targets, by rank, without tensor shards.
+        layout: Layout of all ranks that the caller passed to `load`, if any.
+        tiling: Whether each element and object must have exactly one main replica.
 
     Raises:
         IntegrityError: The targets don't fit together.
@@ -197,7 +198,8 @@ def check_alike(
 def _check(load: _Load, findings: Findings, rank: int) -> None:
     """Run the checks of a load on a rank's target, and predict the rank's reads if it reads by itself.
 
-    The checks are those of the load's `check`, in its order. After a failed check, the next one gets the same target.
+    The checks are those that a load makes before it reads, in the same order. Failures are recorded in `findings`; a
+    check that fails leaves the target as it was for the next check.
     """
     stored, request, mode, tree = load.stored, load.request, load.mode, load.trees[rank]
     target = remaining = take_apart(tree, donate=request.donate)
@@ -226,7 +228,10 @@ def _check(load: _Load, findings: Findings, rank: int) -> None:
 
 
 def _differing_keys(load: _Load, target: Target) -> tuple[set[str], set[str]]:
-    """Return the missing and the unexpected keys of a rank's target, as far as the mode needs them."""
+    """Return the stored keys that no rank requests, and the rank's requested keys that aren't stored.
+
+    Either set is empty if the strict mode doesn't need it.
+    """
     all_stored = load.stored.keys
     # If any rank's target failed, that rank might request any key, so no key is reported as missing.
     everywhere = load.target_keys if len(load.ranks) == len(load.trees) else all_stored
@@ -236,7 +241,18 @@ def _differing_keys(load: _Load, target: Target) -> tuple[set[str], set[str]]:
 def _foretell_reads(
     load: _Load, findings: Findings, rank: int, target: Target, fit: plans.Prospect, objects: ObjectsFit
 ) -> None:
-    """Add a rank's undecided failures to the findings, and its reads if it reads by itself."""
+    """Add a rank's undecided failures to the findings, and the reads that it would make by itself.
+
+    If ranks read for each other, `_reads_together` replaces the reads.
+
+    Args:
+        load: Load to explain.
+        findings: Findings to add to.
+        rank: Number of the rank.
+        target: The rank's target.
+        fit: Problems and cost of the target's tensors.
+        objects: Fit of the target's objects to the stored ones.
+    """
     findings.uncompared |= set(fit.uncompared)
     # If the check has failed, that is recorded already.
     is_known = fit is _UNCHECKED or fit.cost is not None
@@ -249,7 +265,7 @@ def _foretell_reads(
 
 
 def _reads_together(load: _Load, findings: Findings) -> list[RankReads]:
-    """Return the reads, sent and received bytes of each rank that has a target, if ranks read for each other."""
+    """Return the reads of each rank, with the bytes that it sends and receives, for ranks that read for each other."""
 
     def targets() -> Iterator[Shards]:
         for rank in load.ranks:

@@ -14,14 +14,14 @@ from ._explained import RankReads, Undecided
 
 @dataclass(slots=True, eq=False)
 class Findings:
-    """Findings about all ranks, each once: ranks mostly have the same problems.
+    """Findings about all ranks. A finding that several ranks have in common is stored once.
 
     Attributes:
-        failures: Ranks on which checks fail, by class and text of the error.
+        failures: Ranks on which a check fails, by class and text of the error.
         problems: Reasons why the ranks' shards and objects can't be loaded.
-        unexpected: Keys that aren't stored, if a strict mode looks for them beforehand.
-        omissions: Stored values that aren't returned, and tensors that aren't filled.
-        uncompared: Keys of states that aren't compared with weights.
+        unexpected: Requested keys that aren't stored, by key, if the strict mode looks for them before the load.
+        omissions: Stored values that the result lacks, and tensors of the target that aren't filled.
+        uncompared: Keys of optimizer states that aren't compared with the weights.
         undecided: Failures that may occur when values are read.
         reads: Reads of each rank that has a target.
     """
@@ -36,7 +36,14 @@ class Findings:
 
     @contextmanager
     def record(self, ranks: Sequence[int], note: str = "") -> Iterator[None]:
-        """Record an error of the `with` block for these ranks, instead of raising it."""
+        """Record an error of the `with` block as a failure on these ranks, instead of raising it.
+
+        Errors about damaged, replaced or unreachable stored data are still raised.
+
+        Args:
+            ranks: Ranks on which the load would raise the error.
+            note: Text appended to the error's message.
+        """
         try:
             yield
         except (NotACheckpoint, CorruptCheckpoint, CheckpointReplaced, StorageError):

@@ -25,7 +25,8 @@ def not_a_checkpoint(storage: Storage, fields_at: FieldsAt) -> NotACheckpoint:
 
     Args:
         storage: Storage of the folder or file.
-        fields_at: Function that finds the checkpoints in its folders.
+        fields_at: Function that returns the content of metadata.json for the checkpoint in a folder, or None if the
+            folder isn't a checkpoint.
     """
     heading = f"open: {storage.where()!r} is not a checkpoint"
     fix = "Name the folder that was passed to a save; an unfinished save leaves no metadata.json."
@@ -45,7 +46,7 @@ def not_a_checkpoint(storage: Storage, fields_at: FieldsAt) -> NotACheckpoint:
 
 
 def _of_folder(storage: Storage, names: Iterable[str], folders: Iterable[str], fix: str) -> tuple[str, str]:
-    """Return the likely kind of a folder without a checkpoint, by its contents, and the remedy."""
+    """Return the likely kind of a folder that isn't a checkpoint, and what to do: `fix` for an unknown kind."""
     if (hint := clue(names)) is not None:
         return f"a folder without metadata.json: {hint[0]}", hint[1]
     steps = [name for name in folders if step_prefix(name) is not None]
@@ -58,7 +59,7 @@ def _of_folder(storage: Storage, names: Iterable[str], folders: Iterable[str], f
 
 
 def _of_file(storage: Storage, fix: str) -> tuple[str, str]:
-    """Return the likely kind of a file without a checkpoint, and the remedy."""
+    """Return the likely kind of a file that isn't a checkpoint, and what to do: `fix` for an unknown kind."""
     hint = clue([storage.where().rpartition("/")[2]])
     if hint is None:
         with suppress(CheckpointingException), storage.open("") as reader:
@@ -70,7 +71,13 @@ _MOST_LOOKS = 3  # per folder: a run's steps are alike, and a step of Orbax's ha
 
 
 def _others_below(storage: Storage, folders: Iterable[str], depth: int = 2) -> tuple[str, tuple[str, str]] | None:
-    """Return the first of a folder's folders that seems to be another program's, and its clue; None if none does."""
+    """Return the name and clue of the first subfolder that looks like another program's checkpoint; None without one.
+
+    Args:
+        storage: The folder.
+        folders: Names of its subfolders.
+        depth: Number of levels of subfolders to look into.
+    """
     with suppress(CheckpointingException):
         for name in islice(folders, _MOST_LOOKS):
             folder = folder_in(storage, name)
@@ -83,7 +90,7 @@ def _others_below(storage: Storage, folders: Iterable[str], depth: int = 2) -> t
 
 
 def _folders(storage: Storage, names: Iterable[str]) -> Iterator[str]:
-    """Yield the folders among a folder's names, newest steps first, without hidden folders and unfinished saves."""
+    """Yield the names that are subfolders, newest steps first, except hidden folders and unfinished saves."""
     names = [name for name in names if not name.startswith(".") and not is_save_folder(name)]
     # Names are sorted before they are classified: a dataset of very many files may lie there.
     return (name for name in sorted(names, key=_newest_first) if is_folder(storage, name))
@@ -99,7 +106,7 @@ _MOST_FOLDERS = 100  # to look into: each takes some reads
 
 
 def step_prefix(folder: str) -> str | None:
-    """Return the prefix of the number in the name of a step's folder; None for another name.
+    """Return the part of a step folder's name before the step's number; None if the name isn't a step folder's.
 
     Examples:
         >>> step_prefix("iter_0000100"), step_prefix("100"), step_prefix("optimizer_0"), step_prefix("weights")
@@ -112,13 +119,13 @@ def step_prefix(folder: str) -> str | None:
 def _checkpoints_in(
     storage: Storage, folders: Iterable[str], fields_at: FieldsAt, depth: int = 2
 ) -> Iterator[tuple[str, Fields]]:
-    """Yield the names and fields of the checkpoints in a folder's folders; of steps, only the newest with a checkpoint.
+    """Yield the path and fields of each checkpoint in the subfolders of a folder; for a run, only its newest step's.
 
     Args:
         storage: The folder.
-        folders: Names of the folders in it.
-        fields_at: Function that finds a checkpoint.
-        depth: Number of levels of folders to look into: a step of verl's has one for each model.
+        folders: Names of its subfolders, newest steps first.
+        fields_at: Function that returns the fields of the checkpoint in a folder, or None.
+        depth: Number of levels of subfolders to look into: a step of verl has a subfolder for each model.
     """
     prefixes: set[str] = set()
     for name in islice(folders, _MOST_FOLDERS):
@@ -155,7 +162,7 @@ def _of_several(storage: Storage, what: str, inside: list[tuple[str, Fields]]) -
 
 
 def _similar_path(storage: Storage) -> str | None:
-    """Return the existing local path that is most similar to a missing one; None if no name there is similar."""
+    """Return an existing local path that differs from a missing one by a similar name; None if there is none."""
     if not isinstance(storage, LocalStorage):
         return None
     above, missing = storage.root.rstrip("/"), list[str]()

@@ -77,7 +77,7 @@ class OpenCheckpoint(PairsMapping[ShardedTensor | ShardedObject]):
     strategies: Strategies | None
 
     def __getitem__(self, key: str) -> ShardedTensor | ShardedObject:
-        """Return the tensor of a key, with lazy data, or the object of a unique key, with its data.
+        """Return the tensor with a key, with lazy data, or the object with a unique key, with its data.
 
         Raises:
             KeyMismatch: No tensor or object of that name is stored.
@@ -97,7 +97,7 @@ class OpenCheckpoint(PairsMapping[ShardedTensor | ShardedObject]):
         return key in self.metadata
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return the tensor or object of a key, lazily, or the default if none can be read."""
+        """Return the tensor or object with a key, as ``self[key]`` does, or the default if there is none to read."""
         return self[key] if key in self.metadata else default
 
     def __iter__(self) -> Iterator[str]:
@@ -118,7 +118,7 @@ class OpenCheckpoint(PairsMapping[ShardedTensor | ShardedObject]):
                 yield key, self._read(shard) if isinstance(shard, ShardedObject) else next(tensors)
 
     def _lazy(self, load_sharded: Strategy, shards: Sequence[ShardedTensor]) -> list[ShardedTensor]:
-        """Return stored tensors with lazy data, which reads them."""
+        """Return stored tensors with lazy data, which reads elements on request."""
         keys, dtypes, shapes, local_shapes, flat = (list(map(attrgetter(name), shards)) for name in _SHARD_FIELDS)
         columns: dict[str, Iterable[Any]] = {"tree": repeat(self), "load_sharded": repeat(load_sharded)}
         columns |= {"key": keys, "dtype": dtypes, "global_shape": shapes}
@@ -152,7 +152,10 @@ class OpenCheckpoint(PairsMapping[ShardedTensor | ShardedObject]):
         return notebook_html(self)
 
     def stored_layout(self, *keys: str) -> StoredLayout:
-        """Return the files that hold the parts of the named tensors, or of all. No element is read.
+        """Return the boxes in which the named tensors are stored, and the file of each box. No element is read.
+
+        Args:
+            *keys: Keys of tensors; all tensors if none are given.
 
         Raises:
             KeyMismatch: One of the tensors isn't stored.
@@ -163,21 +166,21 @@ class OpenCheckpoint(PairsMapping[ShardedTensor | ShardedObject]):
         return layout_in(self.checkpoint, self.strategies, keys or tuple(tensors))
 
     def common(self) -> Any:
-        """Return the common state, which is stored outside the shards."""
+        """Return the common state: the plain values stored outside the shards."""
         return without_holes(load_common(self.checkpoint, None, self.strategies))
 
     def nested(self, separator: str = ".") -> dict[str, Any]:
-        """Return the shards as nested dicts, split at the dots of their keys.
+        """Return the mapping as nested dicts: each key is split at the separators in it.
 
         Raises:
-            TreeError: A key is also the beginning of another one.
+            TreeError: A key is also the prefix of another one, such as "a" and "a.b".
         """
         # Only keys are used: places in the saved tree differ between ranks and layouts, and aren't stored.
         return nested(dict(self.items()), separator=separator)
 
 
 class TransformedCheckpoint(OpenCheckpoint):
-    """A checkpoint seen through a trace: its metadata are the trace's outputs, lazily computed from stored tensors."""
+    """A checkpoint seen through a trace: a mapping of the trace's outputs, lazily computed from stored tensors."""
 
     __slots__ = ()
 
@@ -240,8 +243,8 @@ def index_of(checkpoint: Checkpoint, strategies: Strategies | None, names: Itera
     Args:
         checkpoint: The checkpoint.
         strategies: Dispatch table; None for the process's.
-        names: Names that the index must have. Some formats must read further files to find all names; they do so only
-            if the files' own names don't include these.
+        names: Keys that the caller needs in the index. A format that must read further files to know all keys reads
+            them only if it doesn't know these keys yet.
     """
     # The format itself is asked, since two joined formats return a plain dict, without the index.
     backend = sharded_backend(checkpoint.fields)
@@ -252,7 +255,7 @@ def index_of(checkpoint: Checkpoint, strategies: Strategies | None, names: Itera
 
 
 def layout_in(checkpoint: Checkpoint, strategies: Strategies | None, keys: Sequence[str]) -> StoredLayout:
-    """Return the files that hold the parts of tensors.
+    """Return the boxes in which tensors are stored, and the file of each box.
 
     Raises:
         KeyMismatch: One of the tensors isn't stored.
@@ -279,7 +282,7 @@ def layout_in(checkpoint: Checkpoint, strategies: Strategies | None, keys: Seque
 
 
 def largest_tensors(index: Index, count: int) -> tuple[str, ...]:
-    """Return the keys of the largest tensors, by their stored bytes."""
+    """Return the keys of the `count` tensors with the most stored bytes, largest first."""
     nbytes = np.bincount(index.chunk_key, weights=index.chunk_length, minlength=index.key_axes.size)
     numbers = np.argsort(-nbytes, kind="stable")[:count].tolist()
     keys = index.keys()
@@ -288,7 +291,7 @@ def largest_tensors(index: Index, count: int) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredBoxes:
-    """A reader of a stored tensor's boxes, the source of its lazy data.
+    """A function that reads boxes of a stored tensor; the tensor's lazy data calls it.
 
     Attributes:
         tree: The open checkpoint.
@@ -305,7 +308,7 @@ class StoredBoxes:
     global_shape: tuple[int, ...]
 
     def __call__(self, offset: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
-        """Return a box's elements."""
+        """Return the elements of the box with this offset and shape, in new memory."""
         refuse_unproven("read", self.tree.metadata, [self.key])
         # Each read gets new memory: the caller may keep the result, and change it.
         data = new_memory(self.key, shape, self.dtype)
@@ -315,7 +318,7 @@ class StoredBoxes:
 
 
 def unproven_of(metadata: object) -> Mapping[str, str]:
-    """Return the reasons that shapes in a checkpoint's metadata may be too small, by key."""
+    """Return the reasons why tensors may be larger than their shapes in a checkpoint's metadata, by key."""
     return metadata.unproven if isinstance(metadata, IndexMetadata) else {}
 
 
@@ -325,10 +328,10 @@ def refuse_unproven(doing: str, metadata: object, keys: Collection[str]) -> None
     Args:
         doing: Name of the action, for the message.
         metadata: A checkpoint's metadata.
-        keys: Keys that are read.
+        keys: Keys of the tensors that are read.
 
     Raises:
-        ShapeError: A shape is unproven; the error names all such keys, with a reason.
+        ShapeError: A tensor may be larger; the error names all such keys, with the reasons.
     """
     reasons = unproven_of(metadata)
     if wrong := [key for key in keys if key in reasons]:

@@ -39,9 +39,9 @@ class ReplicaDifference:
     Attributes:
         key: Key of the tensor.
         holders: Ranks or files that hold these copies.
-        than: Holders of the main replica and of copies equal to it; in a checkpoint, the first copy counts as the main
-            one.
-        box: Text of the part.
+        than: Ranks or files that hold the main replica or a copy equal to it. In a checkpoint, the first copy counts as
+            the main replica.
+        box: Part of the tensor, as a text.
         values: Difference of the elements, with the main replica's on the left; `first` is an index in the tensor. None
             if dtypes or shapes differ, or one side has no elements.
     """
@@ -70,7 +70,13 @@ class ReplicaDifference:
 
 
 def unlike_text(columns: ShardColumns, rows: Sequence[int], main: Sequence[int]) -> str:
-    """Return the text of the ranks that hold other elements than the main ones, from the rows of their shards."""
+    """Return a line about ranks that hold other elements of a tensor than the main replica's ranks.
+
+    Args:
+        columns: Shards of all ranks.
+        rows: Rows of the differing replicas.
+        main: Rows of the main replica and of replicas equal to it.
+    """
     key = columns.keys[int(columns.key[rows[0]])]
     return f"{key!r}: {_unlike(_ranks(columns, rows), _ranks(columns, main))}"
 
@@ -92,7 +98,7 @@ def _holders(holders: Holders) -> str:
 
 
 def tree_shards(doing: str, tree: Any) -> list[ShardedTensor]:
-    """Return a tree's shards.
+    """Return the tensor shards in a tree, also those that its factories build.
 
     Raises:
         TreeError: The argument isn't a tree.
@@ -160,11 +166,12 @@ Join = Callable[[], tuple[ShardColumns, Sequence[ShardedTensor]]]
 
 
 def differing_replicas(world: World, join: Join) -> tuple[ReplicaDifference, ...]:
-    """Return the differing replicas; this takes one all-gather if there are none.
+    """Return the differing replicas of all ranks' shards; collective. If none differ, it takes one all-gather.
 
     Args:
         world: World of the ranks that take part.
-        join: Function that returns the columns of all ranks' shards, by rank, and this rank's shards in the same order.
+        join: Function that returns the shards of all ranks as columns, sorted by rank, and this rank's shards
+            themselves, in the same order.
     """
 
     def sum_shards() -> tuple[ShardColumns, Sequence[ShardedTensor], Any]:
@@ -201,7 +208,19 @@ def _unless(failures: Sequence[Exception], values: T) -> T:
 def _pair_differences(
     world: World, columns: ShardColumns, own: Mapping[int, ShardedTensor], pairs: Sequence[Pair]
 ) -> tuple[dict[int, ValueDifference], list[Exception]]:
-    """Return the differences of the pairs whose second shard this rank holds, and the failures here; collective."""
+    """Compare differing replicas element by element: each pair's main replica is sent to the other one; collective.
+
+    Args:
+        world: World of the ranks that take part.
+        columns: Shards of all ranks.
+        own: This rank's shards, by row of `columns`.
+        pairs: Pairs of groups of rows: replicas equal to the main replica, and replicas equal to each other. The first
+            row of each group is compared.
+
+    Returns:
+        ``(differences, failures)``: the difference of each pair whose second replica this rank holds, by the pair's
+        index in `pairs`, and this rank's errors.
+    """
     differences: dict[int, ValueDifference] = {}
     failures: list[Exception] = []
     for number, (main, others) in enumerate(pairs):
@@ -271,7 +290,10 @@ def _replica_difference(columns: ShardColumns, pair: Pair, values: ValueDifferen
 def _differing_copies(
     directory: Directory, strategies: Strategies | None, options: LoadOptions | None
 ) -> tuple[ReplicaDifference, ...]:
-    """Return the differing copies of a part in a checkpoint's files, one part at a time."""
+    """Return the differing copies in a checkpoint whose format stores each rank's copies in a file of its own.
+
+    Only one part of a tensor is in memory at a time. For other formats, the result is empty.
+    """
     checkpoint = open_at(directory, one_process(), given_options("open", options, LoadOptions), strategies)
     row = find_strategy(StrategyAction.RESOLVE, *sharded_backend(checkpoint.fields), strategies=strategies)
     # Only keys are listed: for states in buckets, the metadata itself would raise an error if copies differ.

@@ -1,4 +1,4 @@
-"""Open questions of a load: failures that only values decide, although everything is stored as it should be."""
+"""Open questions of a load: failures that depend on stored values, even if metadata fits the target."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from ._explained import Undecided
 def find_undecided(
     request: LoadRequest, target: Target, objects: ObjectsFit, kinds: Kinds, *, is_known: bool
 ) -> Iterator[Undecided]:
-    """Yield the questions about a rank's load that only stored values decide.
+    """Yield the questions about a rank's load that only stored values can answer.
 
     Args:
         request: Load request.
         target: The rank's target, without keys that aren't stored.
-        objects: Fit of its objects.
-        kinds: Stored kinds of its tensors, by key.
+        objects: Fit of the target's objects to the stored ones.
+        kinds: Stored dtype and global shape of each tensor, by key.
         is_known: Whether the format can tell if tensors are stored whole.
     """
     # All of these can fail only while bytes are read, so neither success nor failure can be promised.
@@ -48,14 +48,14 @@ def find_undecided(
 
 
 def _elements_to_load(shard: ShardedTensor, stored_shape: tuple[int, ...]) -> int:
-    """Return the number of elements of a shard that are loaded."""
+    """Return the number of a shard's elements that a load fills; fewer than all if the shard allows another shape."""
     if shard.allow_shape_mismatch and len(shard.global_shape) == len(stored_shape):
         return stored_elements(shard, stored_shape)
     return prod(shard.data_shape)
 
 
 def may_overflow(source: torch.dtype, target: torch.dtype) -> bool:
-    """Return whether a conversion depends on values: some of the stored dtype's integers don't fit the target's.
+    """Return whether both dtypes are integers, and the source has values that don't fit the target.
 
     Examples:
         >>> may_overflow(torch.int64, torch.uint8), may_overflow(torch.uint8, torch.int64)

@@ -142,7 +142,7 @@ def _findings(directory: Directory, options: LoadOptions, strategies: Strategies
 def _passed_over(
     checkpoint: Checkpoint, findings: Sequence[Finding], strategies: Strategies | None
 ) -> tuple[Unchecked, ...]:
-    """Return the files of shards without any finding: a format that returns none for a file hasn't checked it."""
+    """Return the files of shards that no finding is about, as unchecked: the format's `verify` has skipped them."""
     backend = sharded_backend(checkpoint.fields)
     list_files = find_strategy(StrategyAction.LIST_FILES, *backend, strategies=strategies)
     names = {*list_files(checkpoint)} if list_files and not is_damaged(findings) else set()
@@ -166,7 +166,7 @@ def _common_findings(checkpoint: Checkpoint, strategies: Strategies | None) -> I
 
 
 def _overlaps(checkpoint: Checkpoint, strategies: Strategies | None) -> Iterator[Damage]:
-    """Yield damage of tensors whose stored chunks overlap, which every load refuses although their bytes are right."""
+    """Yield damage for each tensor whose stored chunks overlap: no load accepts it, even if all bytes are as saved."""
     load_metadata = strategy_of(StrategyAction.LOAD_METADATA, None, sharded_backend(checkpoint.fields), strategies)
     try:
         metadata = load_metadata(checkpoint)
@@ -187,7 +187,10 @@ def _overlaps(checkpoint: Checkpoint, strategies: Strategies | None) -> Iterator
 
 
 def _unverified_common(checkpoint: Checkpoint, strategies: Strategies | None) -> tuple[Unchecked, ...]:
-    """Return the files of a common state whose format has no checksums; if it lists none, all files."""
+    """Return the common state's files as unchecked, for a format that can't check them.
+
+    If the format can't list the common state's files, all files of the checkpoint are returned.
+    """
     backend = common_backend(checkpoint.fields)
     list_files, storage = find_strategy(StrategyAction.LIST_FILES, *backend, strategies=strategies), checkpoint.storage
     lengths = {name: storage.length(name) for name in (list_files(checkpoint) if list_files else storage.names())}
@@ -196,7 +199,10 @@ def _unverified_common(checkpoint: Checkpoint, strategies: Strategies | None) ->
 
 
 def _metadata(checkpoint: Checkpoint) -> tuple[Finding, ...]:
-    """Return metadata.json as checked if it has a hash, else as unchecked; nothing if it is missing or not ours."""
+    """Return metadata.json as checked if it contains its own hash, else as unchecked.
+
+    Nothing is returned if the file doesn't exist, or another program wrote it.
+    """
     length = checkpoint.storage.length(METADATA_FILE)
     if length is None or is_of_others(checkpoint.storage.read(METADATA_FILE)):
         return ()

@@ -83,7 +83,7 @@ def load_plain_tensors(
 
 
 def _all_keys(checkpoint: Checkpoint, strategies: Strategies | None) -> tuple[Set[str], bool]:
-    """Return the names of all stored tensors that the metadata has, and True."""
+    """Return the names of all stored tensors, and True: the load needs all of them. `resolve` calls this."""
     metadata = sharded_metadata(checkpoint, None, None, strategies)
     return {*getattr(metadata, "stored", metadata)}, True
 

@@ -18,8 +18,8 @@ def missing_files(tree: OpenCheckpoint, lengths: Mapping[str, int], most: int) -
 
     Args:
         tree: The checkpoint.
-        lengths: Known lengths of existing files, by name; others are requested.
-        most: Upper bound of the number of files to request.
+        lengths: Known lengths of existing files, by name. Other lengths are requested from the storage.
+        most: Upper bound of the number of lengths that are requested.
     """
     storage, needed = tree.checkpoint.storage, needed_files(tree)
     unknown = [name for name in needed if name not in lengths][:most]
@@ -46,14 +46,18 @@ def needed_files(tree: OpenCheckpoint) -> dict[str, int]:
 
 
 def _described_files(fields: Fields) -> dict[str, int]:
-    """Return the files that metadata.json describes as wholes: the index, and a common state in a file of ours."""
+    """Return the lengths of the files that metadata.json names: our index, and our file of the common state."""
     described = [entry for entry in map(fields.get, ("index", "common")) if isinstance(entry, dict)]
     entries = [(entry.get("name"), entry.get("length")) for entry in described]
     return {name: length for name, length in entries if isinstance(name, str) and type(length) is int}
 
 
 def _common_files(tree: OpenCheckpoint) -> dict[str, int]:
-    """Return the files of a common state in another format, such as torch's, if none of them exists."""
+    """Return the files of a common state that is in another format than the shards, if none of them exists.
+
+    The least length of each is 0, since any length may be right. If one of them exists, the result is empty: the format
+    may list files that a checkpoint doesn't need.
+    """
     checkpoint, common = tree.checkpoint, common_backend(tree.checkpoint.fields)
     list_files = find_strategy(StrategyAction.LIST_FILES, *common, strategies=tree.strategies)
     if list_files is None or common == sharded_backend(checkpoint.fields) or "common" in checkpoint.fields:

@@ -1,8 +1,8 @@
-"""Conversion between other libraries' shards and ours: a module for each library, two for Megatron-Core; and plugs.
+"""Conversion between other libraries' shards and ours: a module for each library, two for Megatron-Core.
 
-A plug is a class that another library calls in place of its own class, such as the classes of `dcp` for
-torch.distributed.checkpoint. Plugs derive from the library's classes, so they are imported when they are first asked
-for. So is the module `jax`; the other modules import a library only to build its objects.
+The module `dcp` has plugs instead: classes that torch.distributed.checkpoint calls in place of its own ones. Plugs
+derive from the library's classes, so their module is imported on first access, and so is `jax`. The other modules
+import a library only to build its objects.
 """
 
 import types

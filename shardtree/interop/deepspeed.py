@@ -139,7 +139,7 @@ class _Parts:
 
     Attributes:
         weights: Keys of the model's tensors.
-        states: Names of the states of each trained parameter.
+        states: Names of each trained parameter's optimizer states, such as "exp_avg", by the parameter's key.
     """
 
     weights: list[str]
@@ -175,14 +175,20 @@ def _check_names(names: Sequence[str]) -> None:
     unfit = ("", ".", "..", "optimizer_state.pt")
     wrong = [repr(name) for name in names if "/" in name or "\\" in name or name in unfit]
     if wrong:
-        what = "save_universal: names of parameters that can't be names of folders"
-        raise UnsupportedValue(error_text(what, offenders=wrong, fix="Convert the checkpoint to other names first."))
+        what = "save_universal: the tag or names of parameters can't be names of folders"
+        fix = "Pass another tag=, or convert the checkpoint to other names of parameters first."
+        raise UnsupportedValue(error_text(what, offenders=wrong, fix=fix))
 
 
 def _fields(
     checkpoint: OpenCheckpoint, common: Any, parts: _Parts, parameter_groups: Sequence[Sequence[str]] | None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the plain values of the model file and those of the optimizer's file."""
+    """Return the plain values for the model file, and those for the optimizer's file.
+
+    Raises:
+        UnsupportedValue: The common state isn't a dict, or its `optimizer` has more than `param_groups`.
+        KeyMismatch: `parameter_groups` doesn't name each trained parameter once.
+    """
     optimizer = common.get("optimizer", {}) if isinstance(common, Mapping) else None
     if not isinstance(optimizer, Mapping) or optimizer.keys() - {"param_groups"}:
         found = "no dict" if optimizer is None else f"'optimizer' with {', '.join(map(repr, optimizer))}"
@@ -207,7 +213,7 @@ def _fields(
 def _state_files(
     checkpoint: OpenCheckpoint, parts: _Parts, name: str, groups: Sequence[Mapping[str, Any]]
 ) -> Iterator[tuple[str, Any]]:
-    """Yield the files of a tensor's folder, each with its name without suffix."""
+    """Yield the name, without suffix, and the content of each file in a tensor's folder."""
     states = parts.states.get(name)
     if states is None:  # a buffer, frozen parameter or tied name: written in float32, as by ds_to_universal
         if not _tensor(checkpoint, name).dtype.is_complex:
@@ -227,7 +233,10 @@ def _state_files(
 def _step(
     checkpoint: OpenCheckpoint, parts: _Parts, name: str, groups: Sequence[Mapping[str, Any]]
 ) -> torch.Tensor | None:
-    """Return a parameter's stored step, or else the groups' step, as Megatron-Core stores it; None if groups differ."""
+    """Return a parameter's step count: its own state, or else the step in the optimizer's groups (Megatron-Core's way).
+
+    It is None if neither is stored, or if the groups have different steps.
+    """
     if _STEP in parts.states[name]:
         return _lazy(checkpoint, f"optimizer.state.{_STEP}.{name}").read()
     steps = {float(group["step"]) for group in groups if "step" in group}

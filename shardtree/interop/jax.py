@@ -1,6 +1,6 @@
-"""JAX's arrays as shards, and back: the parts that this process's devices hold, without a copy on CPUs.
+"""JAX's arrays as shards, and back: one shard for each part of an array that a device of this process holds.
 
-This module imports JAX; the package imports this module only when it is first asked for.
+On CPUs, shards share JAX's memory. This module imports JAX; the package imports this module only at its first use.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def from_jax(tree: Any) -> Leaves:
     """Return the leaves of a JAX tree by key; each array becomes a list of shards, one for each device of this process.
 
     A key is the path's entries joined by dots, such as ``layers.0.weight``; `save` stores one tensor under it, whatever
-    the sharding. Shards have the replica ids that JAX gives them, so that one of several devices' copies is written.
+    the sharding. Shards have the replica ids of JAX's shards, so that a part on several devices is written once.
     On CPUs, shards are JAX's own memory: never write to it, and don't donate the arrays to a jitted function before
-    the save has returned. GPU memory is shared where torch has CUDA; from other devices it is copied to the host.
+    the save has returned. GPU memory is shared too if torch has CUDA; data on other devices is copied to the host.
 
     Abstract arrays (`jax.ShapeDtypeStruct` with a sharding) become shards without data, for the target of a load.
 
@@ -123,7 +123,9 @@ def _abstract_shards(key: str, array: jax.ShapeDtypeStruct) -> list[ShardedTenso
 
 
 def _abstract_parts(key: str, array: jax.ShapeDtypeStruct) -> list[tuple[jax.Device, tuple[slice, ...], int]]:
-    """Return (device, index, replica id) of each part on this process's devices, as `addressable_shards` has them.
+    """Return (device, index, replica id) of each part of an abstract array on this process's devices.
+
+    The parts are those that `addressable_shards` lists for a real array with the same sharding.
 
     Raises:
         UnsupportedValue: The array has no sharding, or is a random key, whose data have another shape.

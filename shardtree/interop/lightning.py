@@ -49,8 +49,8 @@ Place = str | PathLike[str]
 class ShardtreeIO(TorchCheckpointIO):  # type: ignore[misc]
     """A `CheckpointIO` for strategies under which rank 0 saves: `Trainer(strategy="ddp", plugins=[ShardtreeIO()])`.
 
-    State dicts of modules are stored as tensors, "state_dict.weight" and so on, and everything else as plain values in
-    the common state. Files that Lightning itself saved load as before.
+    The tensors of modules' state dicts are stored one by one, with keys such as "state_dict.weight", and all other data
+    as plain values in the common state. Files that Lightning itself saved load as before.
 
     Args:
         backend: The format to save in; the default strategy's if None.
@@ -257,18 +257,21 @@ def _refuse(**arguments: Any) -> None:
 
 
 def _reading(options: LoadOptions | None, weights_only: bool | None) -> LoadOptions:
-    """Return the options of a load; Lightning's `weights_only`, if given, decides about unpickling."""
+    """Return the options of a load, in which Lightning's `weights_only`, if given, replaces `allow_pickle`."""
     options = options or LoadOptions()
     return options if weights_only is None else replace(options, allow_pickle=not weights_only)
 
 
 def _weights_only(options: LoadOptions | None, weights_only: bool | None) -> bool:
-    """Return the `weights_only` for Lightning's own files: without one, Lightning unpickles anything from URLs."""
+    """Return the `weights_only` for a load of Lightning's own files: the caller's, or else not `allow_pickle`.
+
+    It is never None, since Lightning would then unpickle any file from a URL.
+    """
     return not _reading(options, weights_only).allow_pickle
 
 
 def _as_shards(name: str, value: Any) -> Any:
-    """Return a state dict with its tensors as shards; any other value unchanged."""
+    """Return a state dict with its tensors as shards, whose keys begin with `name`; other values are unchanged."""
     named = isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
     if "." in name or not named or not any(isinstance(item, torch.Tensor) for item in value.values()):
         return value  # a load takes the name before a key's first dot for the state dict's
@@ -279,10 +282,10 @@ def _as_shards(name: str, value: Any) -> Any:
 
 
 def _shards_of(states: Mapping[str, Any]) -> Any:
-    """Return states with this rank's shards in place of tensors.
+    """Return state dicts with this rank's shards in place of their tensors.
 
-    A plain tensor, such as a buffer or a parameter that no mesh shards, counts as a replica on every rank. Rank 0's is
-    stored, as by torch.distributed.checkpoint, since running statistics may differ between ranks.
+    A plain tensor, such as a buffer or a parameter that no mesh shards, counts as a replica on every rank. If ranks
+    differ, as in running statistics, the tensor of rank 0 is stored, as by torch.distributed.checkpoint.
     """
     rank = current_world().rank
     pairs, rebuild = flatten_with_paths(from_dtensors(states, strided="fsdp2"))
@@ -299,7 +302,7 @@ def _shards_of(states: Mapping[str, Any]) -> Any:
 def _joined(states: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
     if states.keys() & values.keys():
         offenders = sorted(states.keys() & values.keys())
-        what, fix = "save_checkpoint: values named like states", "Store these values under other names."
+        what, fix = "save_checkpoint: values have the names of state dicts", "Store these values under other names."
         raise TreeError(error_text(what, offenders=offenders, fix=fix))
     return {**values, **_shards_of(states)}
 
@@ -307,14 +310,14 @@ def _joined(states: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, A
 def _module_in(objects: Mapping[str, Any]) -> str:
     names = [name for name, value in objects.items() if isinstance(value, torch.nn.Module)]
     if len(names) != 1:
-        what = "a Lightning checkpoint without exactly one module, which has the optimizers' parameters"
+        what = "the state for Lightning must contain exactly one module, which has the parameters of all optimizers"
         fix = "Save each module in a checkpoint of its own, or one module that holds all."
         raise TreeError(error_text(what, found=names, expected="one module", fix=fix))
     return names[0]
 
 
 def _states_of(objects: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the states of the module and the optimizers among objects, by the objects' names."""
+    """Return the state dicts of the one module and of the optimizers in a dict of objects, by the objects' names."""
     module = objects[_module_in(objects)]
     states = dict[str, Any]()
     for name, value in objects.items():

@@ -1,4 +1,4 @@
-"""`from_megatron` and `to_megatron`: conversion between trees with Megatron-Core's leaves and trees with ours."""
+"""`from_megatron` and `to_megatron`: conversion of trees of Megatron-Core's leaves to trees of ours, and back."""
 
 from __future__ import annotations
 
@@ -38,7 +38,15 @@ Convert = Callable[[Any], Any]
 
 
 def build_from_theirs(theirs: Any, convert: Convert) -> FactoryBuildFn:
-    """Return the build function of a Megatron-Core factory, for one of ours."""
+    """Return the build function for our version of a Megatron-Core factory.
+
+    The function builds with their factory and converts the result. If theirs wraps one of our build functions, that
+    function itself is returned.
+
+    Args:
+        theirs: Factory of Megatron-Core.
+        convert: Conversion of the tree that it builds to our leaves.
+    """
     function: Any = theirs.build_fn
     if isinstance(function, _BuildOurs):
         return function.build_fn
@@ -48,26 +56,39 @@ def build_from_theirs(theirs: Any, convert: Convert) -> FactoryBuildFn:
 
 
 def merge_from_theirs(theirs: Any) -> FactoryMergeFn:
-    """Return the merge function of a Megatron-Core factory, for one of ours."""
+    """Return the merge function for our version of a Megatron-Core factory; see `build_from_theirs`."""
     function = theirs.merge_fn
     return function.ours.merge_fn if isinstance(function, _MergeOurs) else _MergeTheirs(function)
 
 
 def build_from_ours(ours: ShardedTensorFactory, convert: Convert) -> Callable[..., Any]:
-    """Return the build function of one of our factories, for Megatron-Core's."""
+    """Return the build function for Megatron-Core's version of our factory.
+
+    The function builds with our factory and converts the result. If ours wraps one of their build functions, that
+    function itself is returned.
+
+    Args:
+        ours: Factory of shardtree.
+        convert: Conversion of the tree that it builds to Megatron-Core's leaves.
+    """
     function: Any = ours.build_fn
     return function.empty.build_fn if isinstance(function, _BuildTheirs) else _BuildOurs(function, convert)
 
 
 def merge_from_ours(ours: ShardedTensorFactory) -> Callable[..., Any]:
-    """Return the merge function of one of our factories, for Megatron-Core's."""
+    """Return the merge function for Megatron-Core's version of our factory; see `build_from_ours`."""
     function: Any = ours.merge_fn
     return function.merge_fn if isinstance(function, _MergeTheirs) else _MergeOurs(ours)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _BuildTheirs:
-    """Build function that calls a Megatron-Core factory, kept without its tensor."""
+    """Build function of our factory that builds with a Megatron-Core factory.
+
+    Attributes:
+        empty: The Megatron-Core factory without its tensor.
+        convert: Conversion of the tree that it builds to our leaves.
+    """
 
     empty: Any
     convert: Convert
@@ -86,7 +107,7 @@ class _BuildTheirs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _MergeTheirs:
-    """Merge function that calls Megatron-Core's."""
+    """Merge function of our factory that calls Megatron-Core's merge function."""
 
     merge_fn: FactoryMergeFn
 
@@ -97,7 +118,12 @@ class _MergeTheirs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _BuildOurs:
-    """Build function for Megatron-Core that calls ours."""
+    """Build function of a Megatron-Core factory that calls our build function.
+
+    Attributes:
+        build_fn: Our build function.
+        convert: Conversion of the tree that it builds to Megatron-Core's leaves.
+    """
 
     build_fn: FactoryBuildFn
     convert: Convert
@@ -109,7 +135,7 @@ class _BuildOurs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _MergeOurs:
-    """Merge function for Megatron-Core that calls that of our factory."""
+    """Merge function of a Megatron-Core factory that merges with our factory, including nested factories."""
 
     ours: ShardedTensorFactory
 
@@ -193,7 +219,7 @@ def _factory(theirs: Any) -> ShardedTensorFactory:
 
 
 def _numbers(theirs: Any, field: str, default: Any = None) -> Any:
-    """Return a field, as a tuple if a version has a list there."""
+    """Return a field of a Megatron-Core leaf; a list, which some versions use, becomes a tuple."""
     value = getattr(theirs, field, default)
     return tuple(value) if isinstance(value, list) else value
 
@@ -212,7 +238,7 @@ _FROM: dict[str, Callable[[Any], Any]] = {
 def to_megatron(tree: Any, *, mapping: Any = None) -> Any:
     """Convert a tree with our shards, objects and factories to one with Megatron-Core's.
 
-    Containers are new; tensors are shared. The factories also apply and merge nested factories.
+    Containers are new; tensors are shared. A converted factory also builds and merges the factories nested in it.
 
     To save in another format, call `st.save(tree, ...)` rather than Megatron-Core's `save` with a custom strategy:
     Megatron-Core's main branch silently replaces custom strategies by its own.
@@ -272,7 +298,16 @@ def _check_containers(tree: Any, path: TreePath) -> None:
 
 
 def _make_theirs(cls: type, ours: Any, convert: Any) -> Any:
-    """Return Megatron-Core's leaf with the fields of ours."""
+    """Return a leaf of Megatron-Core with the fields of one of our leaves.
+
+    Args:
+        cls: Class of the Megatron-Core leaf.
+        ours: Our leaf.
+        convert: Conversion of the trees that a factory builds.
+
+    Raises:
+        UnsupportedValue: The class lacks a field that does not have its default.
+    """
     if isinstance(ours, LocalNonpersistentObject):
         return cls(ours.obj)
     values = {field.name: getattr(ours, field.name) for field in fields(ours)}

@@ -46,8 +46,8 @@ def model_space(checkpoint: OpenCheckpoint, *, expert_parallel: bool | None = No
     """Return the keywords with which `convert` turns a `dp_reshardable` checkpoint into a `fully_reshardable` one.
 
     Megatron-Core loads the result with any tensor, pipeline, expert and data parallelism, but a `dp_reshardable`
-    checkpoint only with the same model parallelism. State in an object for each model-parallel rank, such as
-    `param_groups`, becomes common state, where Megatron-Core expects it in the result.
+    checkpoint only with the same model parallelism. Objects that each model-parallel rank has saved, such as
+    `param_groups`, become common state, where Megatron-Core expects them in the result.
 
     With expert parallelism, Megatron-Core has a separate optimizer for the experts, without it one optimizer for
     everything, and it can't load either form as the other. Pass `expert_parallel` if the resuming run differs from the
@@ -59,17 +59,18 @@ def model_space(checkpoint: OpenCheckpoint, *, expert_parallel: bool | None = No
 
     Args:
         checkpoint: Opened checkpoint with the `dp_reshardable` optimizer.
-        expert_parallel: Whether the run that loads the result has expert parallelism; None if it is as in the saved
-            run.
+        expert_parallel: Whether the run that loads the result has expert parallelism; None if it has the same as the
+            saved run.
 
     Returns:
-        The keywords `transform_common` and `leave_out`, and `transform` if states get other names.
+        The keywords `transform_common` and `leave_out`, and `transform` if states of other optimizers are renamed.
 
     Raises:
         KeyMismatch: The checkpoint has no `dp_reshardable` optimizer.
-        CorruptCheckpoint: Ranks' objects differ.
-        UnsupportedValue: The experts' hyperparameters differ from the others, which one optimizer can't have; or
-            `expert_parallel` is given although there are other optimizers beside the distributed one.
+        CorruptCheckpoint: Objects that must be equal on all model-parallel ranks differ.
+        UnsupportedValue: `expert_parallel` is False, but the experts have hyperparameters of their own, for which
+            Megatron-Core needs a second optimizer; or `expert_parallel` is given although there are other optimizers
+            beside the distributed one.
 
     Examples:
         >>> import tempfile, torch, shardtree as st
@@ -117,7 +118,19 @@ def model_space(checkpoint: OpenCheckpoint, *, expert_parallel: bool | None = No
 
 
 def _rename_transform(names: Iterable[str], where: str, expert_parallel: bool | None) -> dict[str, Any]:
-    """Return the transform that renames states of other optimizers; empty if there are none."""
+    """Return the keyword `transform`, which renames the states of optimizers that are not distributed.
+
+    Args:
+        names: Stored names of the checkpoint.
+        where: Location of the checkpoint in errors.
+        expert_parallel: Argument of `model_space`.
+
+    Returns:
+        A dict with the keyword; empty if there are no such optimizers.
+
+    Raises:
+        UnsupportedValue: There are such optimizers, and `expert_parallel` is given.
+    """
     if not any(map(_OTHER_STATE.fullmatch, names)):
         return {}
     if expert_parallel is not None:
@@ -134,7 +147,14 @@ def _without_number(key: str) -> str:
 def _arrange(
     parts: Mapping[tuple[int | None, str], Any], expert_parallel: bool | None, names: Sequence[str]
 ) -> _Optimizers:
-    """Return the parts' optimizers: the experts' one apart if `expert_parallel`, all joined if False, else as saved."""
+    """Return the common state of each optimizer in the result.
+
+    Args:
+        parts: Saved objects by optimizer number and name; the number is None if one optimizer has everything.
+        expert_parallel: True for a separate optimizer of the experts, False for one optimizer of everything, None for
+            the saved arrangement.
+        names: Fields by which Megatron-Core identifies a parameter group.
+    """
     optimizers: dict[int | None, dict[str, Any]] = {}
     for (number, name), value in sorted(parts.items(), key=str):
         optimizers.setdefault(number, {"param_state_sharding_type": _TYPE})[name] = value
@@ -148,7 +168,7 @@ def _arrange(
 
 
 def _of_kind(optimizer: Mapping[str, Any], *, experts: bool) -> list[dict[str, Any]]:
-    """Return an optimizer's groups, marked as experts' or not: Megatron-Core identifies groups by this mark too."""
+    """Return an optimizer's parameter groups with another `is_expert_parallel`, which is part of a group's identity."""
     return [{**group, "is_expert_parallel": experts} for group in optimizer["optimizer"]["param_groups"]]
 
 
@@ -157,14 +177,22 @@ def _with_groups(optimizer: Mapping[str, Any], groups: Sequence[Mapping[str, Any
 
 
 def _join(optimizers: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, Any]:
-    """Return one optimizer with the groups of all, equal groups once; raise if others have equal identifying fields."""
+    """Return one optimizer with the parameter groups of several; equal groups are merged.
+
+    Args:
+        optimizers: Common state of each optimizer; all but the groups is taken from the first.
+        names: Fields by which Megatron-Core identifies a parameter group.
+
+    Raises:
+        UnsupportedValue: Two groups differ, but have the same identifying fields.
+    """
     groups: list[dict[str, Any]] = []
     for optimizer in optimizers:
         groups += [group for group in _of_kind(optimizer, experts=False) if group not in groups]
     identities = [tuple(group.get(name, group.get(f"pre_{name}")) for name in names) for group in groups]
     if len(set(identities)) < len(identities):
-        what = "model_space: without expert parallelism, one optimizer can't have the experts' other hyperparameters"
-        fix = "Go on with expert parallelism, or change the groups with a transform of the common state."
+        what = "model_space: experts have hyperparameters of their own, which requires expert parallelism"
+        fix = "Resume with expert parallelism, or make the groups equal with a transform of the common state."
         raise UnsupportedValue(error_text(what, found=groups, fix=fix))
     return _with_groups(optimizers[0], groups)
 
@@ -188,18 +216,19 @@ def _with_optimizers(optimizers: _Optimizers, numbers: Collection[int | None], c
 def optimizer_shards(optimizer: Any, model: Any) -> dict[str, list[ShardedTensor]]:
     """Return a rank's states of a live distributed optimizer as flat shards, by key.
 
-    Keys are `optimizer.state.<state>.<key of the model>`, with `param` for the float32 master. Saved, they load in any
-    layout; as the target of a load with ``donate=True`` they fill the optimizer. Nothing is gathered or copied: data
-    are views of the optimizer's own tensors. The step and the groups' hyperparameters are in `optimizer.state_dict()`.
+    Keys are `optimizer.state.<state>.<key of the model>`; the state `param` is the float32 master. Saved shards load in
+    any layout. As the target of a load with ``donate=True``, the shards fill the optimizer. Nothing is gathered or
+    copied: data are views of the optimizer's own tensors. The step and the groups' hyperparameters are in
+    `optimizer.state_dict()`.
 
     Args:
         optimizer: A `DistributedOptimizer`, or a `ChainedOptimizer` of several.
-        model: Sharded state dict of all of the model's chunks that the optimizer has, Megatron-Core's own or as
-            returned by `from_megatron`.
+        model: Sharded state dict of all model chunks whose parameters the optimizer has: Megatron-Core's own, or the
+            result of `from_megatron`.
 
     Raises:
         KeyMismatch: The model's state dict lacks a parameter of the optimizer.
-        UnsupportedValue: A factory builds shards that aren't contiguous in the parameter.
+        UnsupportedValue: A factory of the model builds shards that are not contiguous in their parameter.
 
     Examples:
         >>> from types import SimpleNamespace
@@ -243,7 +272,15 @@ def _ranges(optimizer: Any) -> Iterator[tuple[torch.Tensor, int]]:
 
 
 def _flat_shards(leaf: Any, prefix: str, data: torch.Tensor, begin: int, optimizer: Any) -> Iterator[ShardedTensor]:
-    """Yield the shards of a range of a parameter: one for each box of the parameter that the range overlaps."""
+    """Yield flat shards of a state: one for each box of the parameter that this rank's range of elements overlaps.
+
+    Args:
+        leaf: Shard or factory of the parameter.
+        prefix: Text before the parameter's key.
+        data: Values of the state for the rank's range, one axis.
+        begin: First element of the range in the parameter.
+        optimizer: Optimizer that has the state.
+    """
     for box, first in _boxes_in(leaf):
         low, high = max(begin, first), min(begin + len(data), first + prod(box.local_shape))
         if low < high:
@@ -258,13 +295,22 @@ def _flat_shards(leaf: Any, prefix: str, data: torch.Tensor, begin: int, optimiz
 
 
 def _without_data_parallel(box: ShardedTensor, optimizer: Any) -> ReplicaId:
-    """Return a box's replica_id without its last number: data-parallel ranks hold different ranges, not copies."""
+    """Return a box's replica_id with the optimizer's instance in place of its last number, the data-parallel rank.
+
+    Data-parallel ranks of one instance hold different ranges of a state, not replicas of it.
+    """
     instance = getattr(optimizer, "distributed_optimizer_instance_id", 0)
     return (*box.replica_id[:-1], instance) if isinstance(box.replica_id, tuple) else instance
 
 
 def _boxes_in(leaf: Any) -> Iterator[tuple[ShardedTensor, int]]:
-    """Yield the boxes of a parameter, with their offsets in it, found by building its factory on numbers."""
+    """Yield the boxes that a parameter is stored as, each with the offset of its first element in the parameter.
+
+    A factory builds them from a tensor of element numbers, which shows the elements of each box.
+
+    Raises:
+        UnsupportedValue: A box's elements are not consecutive in the parameter.
+    """
     if isinstance(leaf, ShardedTensor):
         yield leaf, 0
         return

@@ -80,10 +80,11 @@ class CheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         """torchtitan's checkpoint policies, and the options of shardtree's saves.
 
         Attributes:
-            async_mode: torchtitan's modes. Both asynchronous ones copy the state to pinned memory before training goes
-                on, and write it in a thread.
+            async_mode: One of torchtitan's modes. Both asynchronous modes copy the state to pinned memory before
+                training continues, and write it in a thread.
             backend: The format in which steps are written.
-            durable: Whether a step is on the medium before it counts, so that a power failure can't leave it damaged.
+            durable: Whether a step is flushed to disk before it counts as saved, so that a power failure cannot leave
+                it damaged.
         """
 
         async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
@@ -91,7 +92,7 @@ class CheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         durable: bool = True
 
         def __post_init__(self) -> None:
-            """Check torchtitan's own fields, and the mode."""
+            """Check torchtitan's own fields, and `async_mode`, whose case does not matter."""
             BaseCheckpointManager.Config.__post_init__(self)
             self.async_mode = self.async_mode.lower()  # type: ignore[assignment]
             if self.async_mode not in _ASYNC_MODES:
@@ -205,7 +206,7 @@ class CheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         return True
 
     def _restore(self, folder: Directory, model_only: bool) -> None:
-        """Load a checkpoint into the requested states."""
+        """Load a checkpoint into all states that the config does not exclude, or into the model alone."""
         excluded = set() if model_only else set(self.config.exclude_from_loading)
         if unknown := sorted(excluded - self.states.keys()):
             what, expected = (
@@ -243,7 +244,10 @@ class CheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
 
 
 def _state_of(states: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state of several objects as torchtitan nests it: the model's tensors beside the others' dicts."""
+    """Return the states of several objects in one dict: tensors of the model by name, and a dict for each other object.
+
+    This is the nesting of torchtitan's own checkpoints.
+    """
     present = {key: value for key, value in states.items() if value is not None and key != MODEL}
     state = {key: value.state_dict() if isinstance(value, Stateful) else value for key, value in present.items()}
     return state | (states[MODEL].state_dict() if MODEL in states else {})
@@ -258,14 +262,17 @@ def _cast(state: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _loaded(state: dict[str, Any], folder: Directory) -> dict[str, Any]:
-    """Return the state as loaded from a checkpoint; its tensors are filled in place."""
+    """Return the stored values for a state; the state's tensors are filled in place."""
     # Tensors are converted to the state's dtypes, as by torchtitan's own manager: an export may have another dtype.
     loaded: dict[str, Any] = to_dtensors(load(_shards(state), folder, donate=True, cast=True), like=state)
     return loaded
 
 
 def _shards(state: Any) -> Any:
-    """Return the state with all tensors as shards; collective, since only some ranks may have a key."""
+    """Return the state with all tensors as shards; collective.
+
+    Ranks exchange their keys, since a tensor may exist on some pipeline stages only, or on several.
+    """
     world = current_world(None)
     keys = frozenset(_key(path) for path, leaf in leaves_with_paths(state) if isinstance(leaf, torch.Tensor))
     keys_of = _keys_by_rank(world, keys)

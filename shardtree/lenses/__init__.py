@@ -1,4 +1,4 @@
-"""Lenses for factories: pure functions from a model's form of a tensor to a checkpoint's, with the way back."""
+"""Lenses for factories: pure functions from a tensor's form in a model to its form in a checkpoint, and back."""
 
 from ..core.lazy import computed
 from ._attention import FusedForm, attention_qkv, rotary_halves, rotary_pairs

@@ -1,4 +1,4 @@
-"""Lenses for attention: the fused query, key and value tensor in each of its forms, and rotary embeddings' rows."""
+"""Lenses for attention layers: fused query, key and value tensors, and the order of rows for rotary embeddings."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def attention_qkv(
     part: str | None = None,
     names: Sequence[str] | None = None,
 ) -> Lens:
-    """Return the lens of an attention layer's fused query, key and value tensor, a weight or a bias.
+    """Return the lens that splits or reorders an attention layer's fused query, key and value tensor.
 
-    Interleaved is Megatron-Core's form: the queries, the key and the value of one query group lie one after the other,
-    so that ranks may cut between any two groups. GPT-NeoX and BLOOM have one group for each head. Concatenated is the
-    form of Phi-3 and GPT-2: all queries, then all keys, then all values. Where a concatenated layer is tensor parallel,
-    each rank holds [queries; keys; values] of its own.
+    The tensor is a weight or a bias. Interleaved is Megatron-Core's form: the queries, the key and the value of one
+    query group lie one after the other, so that ranks may cut between any two groups. GPT-NeoX and BLOOM have one group
+    for each head. Concatenated is the form of Phi-3 and GPT-2: all queries, then all keys, then all values. If a
+    concatenated layer is tensor parallel, each rank holds its own queries, then its keys, then its values.
 
     Args:
         heads: Number of query heads in the whole layer.
@@ -46,7 +46,7 @@ def attention_qkv(
         query_groups: Number of key heads, equal to the number of value heads; `heads` by default.
         held: Form of the tensor in the model.
         tensor_parallel: Number of ranks that share a concatenated layer; it doesn't matter for an interleaved one.
-        stored: Form of the stored tensor if there are no names; [queries; keys; values] by default.
+        stored: Form of the stored tensor; it does not matter with `names`.
         axis: Axis of the rows.
         part: Part of the key that the names replace, such as ``"linear_qkv"``.
         names: Names of the separate query, key and value tensors, such as ``("q_proj", "k_proj", "v_proj")``; without
@@ -55,7 +55,8 @@ def attention_qkv(
     Raises:
         MetadataError: A number isn't positive, the groups don't divide the heads, or the ranks don't divide the groups.
             In the last case, several ranks would hold the same keys and values, which aren't shards of one tensor.
-        TreeError: The names are unusable, or the key has no such part.
+        TreeError: `part` and `names` are not given together, the names are not three different strings, or the key
+            does not have the part exactly once.
         ShapeError: The axis has another length than all heads together.
 
     Examples:
@@ -96,10 +97,18 @@ def attention_qkv(
 
 
 def _runs(length: int, groups: int, sizes: Sequence[int], held_blocks: int, stored_blocks: int | None) -> AxisRuns:
-    """Return the runs from `held_blocks` fused blocks to `stored_blocks` fused blocks, or if None, to three tensors."""
+    """Return the mapping of the fused axis, in which a block is [queries; keys; values] of some consecutive groups.
+
+    Args:
+        length: Length of the axis.
+        groups: Number of query groups.
+        sizes: Numbers of query, key and value rows in one group.
+        held_blocks: Number of blocks in the model's tensor.
+        stored_blocks: Number of blocks in the stored tensor; None if queries, keys and values are separate tensors.
+    """
     if length != groups * sum(sizes):
         expected = f"{groups} query groups of {' + '.join(map(str, sizes))} rows"
-        raise ShapeError(error_text("the axis isn't made of queries, keys and values", found=length, expected=expected))
+        raise ShapeError(error_text("the axis does not have the length of all heads", found=length, expected=expected))
     each = groups // held_blocks
     block, part, within = (index.reshape(-1) for index in np.indices((held_blocks, 3, each), dtype=np.int64))
     group, rows = block * each + within, np.array(sizes, dtype=np.int64)
@@ -110,7 +119,14 @@ def _runs(length: int, groups: int, sizes: Sequence[int], held_blocks: int, stor
 
 
 def _fused_starts(group: Column, part: Column, rows: Column, each: int) -> Column:
-    """Return the offset of each group's part in blocks of `each` groups: queries, then keys, then values."""
+    """Return the offset of each run in a stored tensor made of blocks [queries; keys; values].
+
+    Args:
+        group: Query group of each run, int64 (runs,).
+        part: 0 for a run of queries, 1 for keys, 2 for values, int64 (runs,).
+        rows: Numbers of query, key and value rows in one group, int64 (3,).
+        each: Number of groups in one block.
+    """
     before: Column = np.cumsum(rows) - rows
     block: Column = group // each * int(rows.sum()) + before[part]
     return each * block + group % each * rows[part]
@@ -120,10 +136,11 @@ def _fused_starts(group: Column, part: Column, rows: Column, each: int) -> Colum
 
 
 def rotary_halves(*, head_size: int, rotary_size: int | None = None, axis: int = 0) -> Lens:
-    """Return the lens from rows rotated as neighbouring pairs, to rows rotated as pairs of a head's two halves.
+    """Return the lens that reorders rotary rows from neighbouring pairs to pairs of one row in each half of a head.
 
-    Meta's Llama holds neighbouring pairs, Hugging Face's Llama pairs of halves. The lens is for queries and keys, not
-    for values: after `attention_qkv`, apply it with `by_pattern` to the queries' and keys' tensors only.
+    Rotary embeddings rotate rows in pairs: neighbouring rows in Meta's Llama, rows of a head's two halves in Hugging
+    Face's Llama. The lens is for queries and keys, not for values: after `attention_qkv`, apply it with `by_pattern` to
+    the queries' and keys' tensors only.
 
     Args:
         head_size: Number of rows of one head; the number of heads follows from the axis.
@@ -148,7 +165,7 @@ def rotary_halves(*, head_size: int, rotary_size: int | None = None, axis: int =
 
 
 def rotary_pairs(*, head_size: int, rotary_size: int | None = None, axis: int = 0) -> Lens:
-    """Return the inverse of `rotary_halves`: from rows rotated as pairs of halves to rows rotated as neighbours.
+    """Return the inverse of `rotary_halves`: it reorders pairs of one row in each half to neighbouring pairs.
 
     The arguments and errors are those of `rotary_halves`.
 
@@ -163,7 +180,15 @@ def rotary_pairs(*, head_size: int, rotary_size: int | None = None, axis: int = 
 
 
 def _rotary(doing: str, table: tuple[int, int], head_size: int, rotary_size: int | None, axis: int) -> Lens:
-    """Return the lens that permutes each head's rows: held rows fill `table` by columns, stored rows by rows."""
+    """Return the lens that permutes the rotated rows of each head, like the transposition of a table.
+
+    Args:
+        doing: Name of the lens in errors.
+        table: Shape of the table; stored rows fill it row by row, and the model's rows column by column.
+        head_size: Number of rows of one head.
+        rotary_size: Number of rotated rows at the start of each head; all if None.
+        axis: Axis of the rows.
+    """
     size = positive(doing, "head_size", head_size)
     count = size if rotary_size is None else positive(doing, "rotary_size", rotary_size)
     if count % 2 or count > size:
@@ -173,7 +198,7 @@ def _rotary(doing: str, table: tuple[int, int], head_size: int, rotary_size: int
 
     def runs(length: int) -> AxisRuns:
         if length % size:
-            raise ShapeError(error_text("the axis isn't made of heads", found=length, expected=f"heads of {size}"))
+            raise ShapeError(error_text("the axis has an incomplete head", found=length, expected=f"heads of {size}"))
         start = (np.arange(0, length, size)[:, None] + head).reshape(-1)
         return AxisRuns(np.ones_like(start), np.zeros_like(start), start, (length,))
 

@@ -1,4 +1,4 @@
-"""The mapping of one axis: runs of its indices, each stored at consecutive indices of some part."""
+"""The mapping of one axis to stored tensors (parts): runs of its indices, each stored at consecutive indices."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class AxisRuns:
 
     Attributes:
         length: Length of each run, int64 (runs,).
-        part: Number of the stored tensor of each run, or `PADDING` if the run isn't stored, int64 (runs,).
+        part: Number of the stored tensor that has each run, or `PADDING` if the run is not stored, int64 (runs,).
         start: Offset of each run along the stored tensor's axis, int64 (runs,).
         sizes: Length of the axis in each stored tensor.
 
     Raises:
-        ShapeError: The columns aren't integers or differ in length, a run exceeds its part, or an index of a part
-            belongs to no run or to several.
+        ShapeError: The columns are not integers or differ in length, a run exceeds its stored tensor, or an index of a
+            stored tensor belongs to no run or to several.
 
     Examples:
         >>> rows = AxisRuns(np.array([2, 2, 2, 2]), np.array([0, 1, 0, 1]), np.array([0, 0, 2, 2]), (4, 4))
@@ -91,12 +91,13 @@ def _check_runs(runs: AxisRuns) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AxisBlock:
-    """An interval of a stored tensor's axis, and the model's indices of its elements.
+    """An interval of a stored tensor's axis, and the indices that its elements have in a box of the model.
 
     Attributes:
         part: Number of the stored tensor.
         start: Offset of the interval along the stored tensor's axis.
-        places: Index of each of the interval's elements in the model's box, int64 (elements,).
+        places: Index of each element along the axis of the model's box, counted from the box's begin, int64
+            (elements,).
     """
 
     part: int
@@ -105,12 +106,12 @@ class AxisBlock:
 
 
 def grouped_runs(total: int, groups: int, sizes: Sequence[int]) -> AxisRuns:
-    """Return the runs of an axis that consists of groups, each with one segment of every part in turn.
+    """Return the runs of an axis that consists of equal groups, each with one segment of every stored tensor in turn.
 
     Args:
         total: Length of the axis, which must be `groups` times the sum of the sizes.
         groups: Number of groups.
-        sizes: Length of each part's segment in one group.
+        sizes: Length of each stored tensor's segment in one group.
 
     Raises:
         MetadataError: A number isn't an integer.
@@ -129,7 +130,7 @@ def grouped_runs(total: int, groups: int, sizes: Sequence[int]) -> AxisRuns:
     )
     if count < 0 or count * sum(each) != whole:
         found, expected = f"{count} groups of {sum(each)}", f"{whole} in all"
-        raise ShapeError(error_text("the groups don't fill the axis", found=found, expected=expected))
+        raise ShapeError(error_text("the groups do not add up to the axis", found=found, expected=expected))
     length = np.tile(np.array(each, dtype=np.int64), count)
     part = np.tile(np.arange(len(each)), count)
     start = length * np.repeat(np.arange(count), len(each))
@@ -137,14 +138,14 @@ def grouped_runs(total: int, groups: int, sizes: Sequence[int]) -> AxisRuns:
 
 
 def joined_parts(runs: AxisRuns, order: Sequence[int] | None = None) -> AxisRuns:
-    """Return the same runs with all parts concatenated in one stored tensor.
+    """Return the runs that result if all stored tensors are concatenated into one.
 
     Args:
-        runs: Runs to one part or more.
-        order: Part numbers in the order of their concatenation; ascending by default.
+        runs: Runs with one stored tensor or several.
+        order: Numbers of the stored tensors in the order of their concatenation; ascending by default.
 
     Raises:
-        ShapeError: The order doesn't name each part once.
+        ShapeError: The order does not have each number once.
 
     Examples:
         >>> joined_parts(grouped_runs(4, 2, (1, 1))).start.tolist()
@@ -161,7 +162,12 @@ def joined_parts(runs: AxisRuns, order: Sequence[int] | None = None) -> AxisRuns
 
 
 def stored_blocks(runs: AxisRuns, begin: int, end: int) -> list[AxisBlock]:
-    """Return the stored blocks of an interval of the model's axis: as few as possible, sorted by part and offset.
+    """Return the stored intervals for a range of the model's axis: as few as possible, sorted by part and offset.
+
+    Args:
+        runs: Mapping of the whole axis.
+        begin: First index of the range.
+        end: End of the range, exclusive.
 
     Examples:
         >>> rows = grouped_runs(8, 2, (2, 2))

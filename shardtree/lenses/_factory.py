@@ -1,4 +1,4 @@
-"""Factories from lenses: for boxes and flat ranges, for parameters and their optimizer states."""
+"""Factories made from lenses, for boxes and flat ranges of parameters and of their optimizer states."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def boxes_of(shard: ShardedTensor) -> tuple[ShardedTensor, ...]:
         shard: Flat shard, with or without data; a shard without a flat range is returned unchanged.
 
     Returns:
-        Boxes of an irregular grid. An empty range has no boxes, unless its box is empty, too; then that box is
-        returned.
+        Boxes of an irregular grid (their `axis_fragmentations` is None). An empty range gives no boxes; but if the
+        shard's whole box is empty, that box is returned.
 
     Raises:
         ShapeError: The argument isn't a shard.
@@ -59,11 +59,11 @@ def boxes_of(shard: ShardedTensor) -> tuple[ShardedTensor, ...]:
 
 
 def flat_of(shard: ShardedTensor, tensors: Sequence[Any]) -> ShardedTensor:
-    """Return a flat shard whose new data are joined from the tensors of its boxes; the inverse of `boxes_of`.
+    """Return a flat shard with new data, which are joined from one tensor for each box; the inverse of `boxes_of`.
 
     Args:
         shard: Flat shard, with or without data.
-        tensors: Tensors of `boxes_of(shard)`, in that order.
+        tensors: New tensor of each box in `boxes_of(shard)`, in that order.
 
     Raises:
         ShapeError: Tensors have other shapes than the boxes, or several dtypes; the error names each of them.
@@ -149,10 +149,11 @@ def as_factory(shard: ShardedTensor, lens: Lens) -> ShardedTensorFactory:
         lens: Lens from the model's tensor to the stored ones.
 
     Returns:
-        A factory. The tree that it builds holds the stored shards by number, and the function that merges them.
+        A factory. It builds a dict of the stored shards under "0", "1" and so on, and of the function that merges
+        their tensors under "merge".
 
     Raises:
-        MetadataError: The arguments aren't a shard and a lens; at build time: the flat range exceeds the box.
+        MetadataError: The arguments are not a shard and a lens. At build time: the flat range exceeds the box.
         ShapeError: At build time: the data has another shape than the box or the flat range.
 
     Examples:
@@ -173,7 +174,7 @@ def as_factory(shard: ShardedTensor, lens: Lens) -> ShardedTensorFactory:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Build:
-    """The build function of a factory: the stored shards of a box, or of a flat range of it.
+    """The build function of a factory; it makes the stored shards of a box, or of a flat range of the box.
 
     Attributes:
         box: Shard of the whole box, without data.
@@ -202,7 +203,7 @@ class _Build:
         return {**shards, _MERGE: LocalNonpersistentObject(lambda tree: _check_and_merge(tree, key, form))}
 
     def for_target(self, key: str, data: Any, replica_id: ReplicaId, flattened_range: slice | None) -> dict[str, Any]:
-        """Return the tree for a load's target; elements of the data aren't read, even if the lens needs them."""
+        """Return the built tree for the target of a load: the data are memory to fill, whose elements are not read."""
         if self.box.allow_shape_mismatch:  # elements that aren't stored keep the target's values
             return self(key, data, replica_id, flattened_range)
         with only_filled():
@@ -234,7 +235,7 @@ def _merge(tree: Mapping[str, Any]) -> Any:
 
 
 def _flat_form(shard: ShardedTensor, data: Any, flat: slice, lens: Lens) -> StoredForm:
-    """Return the stored form of a flat range: the stored forms of its boxes, joined."""
+    """Return the stored form of a flat range: the lens is applied to each box that makes up the range."""
     # Where a lens moves rows, a flat range of the model's tensor is no flat range of the stored one. Boxes stay boxes,
     # and any layout can load them.
     forms = [built_by(lens, box) for box in boxes_of(replace(shard, data=data, flattened_range=flat))]
@@ -253,7 +254,10 @@ def _flat_form(shard: ShardedTensor, data: Any, flat: slice, lens: Lens) -> Stor
 
 
 def _place_like(example: Any, box: Any) -> Any:
-    """Return a merged box on the device of `example`, or lazy if that is lazy: padding alone has no device."""
+    """Return a merged box on the device of `example`, or as a lazy tensor if `example` is lazy.
+
+    A box of nothing but padding has no stored tensor that would determine its device.
+    """
     if not isinstance(box, torch.Tensor):
         return box
     if isinstance(example, torch.Tensor):
@@ -282,7 +286,7 @@ def factories_by_pattern(tree: Any, lenses: Mapping[str, Lens | None], *, absent
             dots of a key, ``**`` any number of parts. The first matching pattern counts. A state of an optimizer is
             matched by its parameter's key, which follows ``optimizer.state.<name>.``. States of another shape than
             their parameter, such as ``step``, need an earlier pattern of their own.
-        absent: Patterns that may match nothing on this rank, such as those of another pipeline stage's layers.
+        absent: Patterns that may match nothing on this rank, such as patterns of another pipeline stage's layers.
 
     Raises:
         MetadataError: `lenses` doesn't map patterns to lenses, or `absent` isn't a list of patterns.

@@ -1,4 +1,4 @@
-"""Lens: a pure function from a box that a model holds to the boxes that are stored, with the way back."""
+"""The type of lenses: pure functions from a box of a model's tensor to the stored boxes, with the way back."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..errors import MetadataError, ShapeError, UnsupportedValue, error_text
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredForm:
-    """Result of a lens for one box of the model: the stored boxes, and the function that leads back.
+    """Result of a lens for one box of the model: the stored boxes, and the function that merges their tensors.
 
     Attributes:
         shards: Stored boxes. Their data are views of the box's data where possible, and None if the box has no data.
@@ -47,7 +47,7 @@ References:
 def compose(*lenses: Lens) -> Lens:
     """Return the composition of lenses: the first one takes the model's box, the last one gives the stored boxes.
 
-    Without arguments it is the identity.
+    Without arguments, the result is the identity.
 
     Raises:
         MetadataError: An argument isn't a function.
@@ -123,9 +123,10 @@ def check_box(doing: str, shard: ShardedTensor) -> None:
 
 
 def check_exact(doing: str, shard: ShardedTensor) -> None:
-    """Raise unless a shard is a box of a tensor whose global shape is exact, as stored offsets depend on it.
+    """Raise unless a shard is a box of a tensor with an exact global shape, from which stored offsets follow.
 
     Raises:
+        MetadataError: The value is not a ShardedTensor.
         ShapeError: The shard is a flat range, or its `allow_shape_mismatch` is set.
     """
     check_box(doing, shard)
@@ -136,7 +137,9 @@ def check_exact(doing: str, shard: ShardedTensor) -> None:
 
 
 def checked_axis(doing: str, shard: ShardedTensor, axis: int) -> int:
-    """Return the number of an axis of the shard's own tensor, counted from the front.
+    """Return an axis of the shard's own tensor as a number from 0 on, after checking that the tensor has it.
+
+    Prepended axes (`prepend_axis_num`) do not count.
 
     Raises:
         MetadataError: The number isn't an integer.

@@ -1,4 +1,4 @@
-"""Lenses that permute, split or pad one axis: each index is stored at an index of some tensor, or is padding."""
+"""Lenses that permute or split one axis, or leave out its padding: each index is stored once, or is padding."""
 
 from __future__ import annotations
 
@@ -29,23 +29,25 @@ def mapped_axis(
     fill: float = 0,
     doing: str = "mapped_axis",
 ) -> Lens:
-    """Return the lens that stores each index of one axis as its run says; other axes stay unchanged.
+    """Return the lens that maps one axis to stored tensors by runs of indices; other axes stay unchanged.
 
-    A rank's box becomes as few stored boxes as possible. They are views where rows keep their order, else copies.
+    A rank's box becomes as few stored boxes as possible. A stored box is a view if its indices are consecutive in the
+    model's box, else a copy.
 
     Args:
-        axis: Number of the axis in the model's tensor; prepended axes don't count.
-        runs: Function from the length of the whole axis to its runs, which may depend on nothing else.
+        axis: Axis of the model's tensor, not counting prepended axes (`prepend_axis_num`).
+        runs: Function from the length of the whole axis to its `AxisRuns`, which may depend on nothing else.
         part: Part of the key that the names replace.
-        names: Names of the stored parts; without names there is one part, which keeps the key.
+        names: Name of each stored tensor; without names there is one stored tensor, which keeps the key.
         fill: Value that a merged tensor gets for elements that aren't stored.
         doing: Name of the lens in errors.
 
     Raises:
         MetadataError: `runs` isn't a function.
-        TreeError: The names are unusable, or the key has no such part.
-        ShapeError: The tensor has no such axis, or its length doesn't fit. When tensors are merged: the dtype doesn't
-            have the fill value.
+        TreeError: `part` and `names` are not given together, the names are not one different string for each stored
+            tensor, or the key does not have the part exactly once.
+        ShapeError: The tensor has no such axis, the runs have another total length, or there are several stored tensors
+            without names. When tensors are merged: the dtype cannot represent the fill value.
 
     Examples:
         >>> from shardtree.lenses import grouped_runs
@@ -157,12 +159,12 @@ def padded_axis(size: int, *, axis: int = 0, fill: float = 0) -> Lens:
 
     Args:
         size: Length of the axis without padding, as it is stored.
-        axis: Number of the axis in the model's tensor; prepended axes don't count.
+        axis: Axis of the model's tensor, not counting prepended axes (`prepend_axis_num`).
         fill: Value of the padding in a merged tensor; the padding of a saved tensor may have any value.
 
     Raises:
-        MetadataError: The size isn't an integer of at least 0.
-        ShapeError: The tensor has no such axis, or a shorter one.
+        MetadataError: The size is not an integer.
+        ShapeError: The size is negative, or the tensor has no such axis, or a shorter one.
 
     Examples:
         >>> import torch
@@ -182,7 +184,7 @@ def padded_axis(size: int, *, axis: int = 0, fill: float = 0) -> Lens:
     def runs(length: int) -> AxisRuns:
         if length < size:
             raise ShapeError(
-                error_text("the axis is shorter than without padding", found=length, expected=f"{size} or more")
+                error_text("the axis is shorter than its unpadded size", found=length, expected=f"{size} or more")
             )
         return AxisRuns(np.array([size, length - size]), np.array([0, PADDING]), np.zeros(2, dtype=np.int64), (size,))
 
@@ -206,9 +208,10 @@ def padded_axis(size: int, *, axis: int = 0, fill: float = 0) -> Lens:
 def gate_and_up(
     *, tensor_parallel: int, axis: int = 0, part: str | None = None, names: Sequence[str] | None = None
 ) -> Lens:
-    """Return the lens of a gated layer's fused tensor; each tensor-parallel rank holds [gate; up] of its own.
+    """Return the lens that separates the gate and up rows of a gated layer's fused tensor.
 
-    If such a tensor were saved as plain rows, a load on another number of ranks would mix gate and up rows.
+    Each tensor-parallel rank holds its own gate rows, then its own up rows. If such a tensor were saved as plain rows,
+    a load on another number of ranks would mix gate and up rows.
 
     Args:
         tensor_parallel: Number of ranks that share the layer: gate and up alternate that many times in the global
@@ -220,7 +223,8 @@ def gate_and_up(
 
     Raises:
         MetadataError: `tensor_parallel` isn't an integer of at least 1.
-        TreeError: The names are unusable, or the key has no such part.
+        TreeError: `part` and `names` are not given together, the names are not two different strings, or the key does
+            not have the part exactly once.
         ShapeError: The axis can't be divided into `tensor_parallel` pairs of gate and up rows.
 
     Examples:

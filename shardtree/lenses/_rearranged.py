@@ -1,4 +1,4 @@
-"""Lenses that split, reorder and merge axes, written as patterns like einops'."""
+"""Lenses that permute, split and merge axes, by axis numbers or by patterns like those of einops."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def transposed(*axes: int) -> Lens:
     """Return the lens that permutes a tensor's axes as `torch.permute` does; stored boxes are always views.
 
     Args:
-        axes: All axes of the model's tensor in their stored order, prepended ones not counted; by default the last two
+        axes: All axes of the model's tensor in their stored order, not counting prepended axes; by default the last two
             are swapped.
 
     Raises:
         MetadataError: An axis isn't an integer.
-        ShapeError: The axes aren't those of the tensor.
+        ShapeError: The tensor's axes are not each given once.
 
     Examples:
         >>> import torch
@@ -80,9 +80,9 @@ def rearranged(pattern: str, **sizes: int) -> Lens:
     A name is an axis; names in parentheses are axes merged into one, row-major. Both sides have the same names. If the
     pattern names prepended axes, too, they become ordinary axes of the tensor; else they stay in front.
 
-    A box that cuts through merged axes may become several boxes. If the axes are merged on the left, there are few. If
-    they are merged on the right, there is at most one for each index of the merged axes before the last axis that the
-    box holds in part. Data are views where torch can make them.
+    A box that cuts through merged axes may become several stored boxes. Axes merged on the left give few. Axes merged
+    on the right may give many: if a box holds only a part of axis b and all of c, then ``(a b c)`` gives up to one box
+    for each index of a. Data are views where torch can make them.
 
     Args:
         pattern: Pattern such as ``"(e f) h -> e h f"``.
@@ -159,7 +159,18 @@ def _checked_sizes(pattern: str, left: Groups, sizes: Mapping[str, int]) -> dict
 def _all_sizes(
     pattern: str, shard: ShardedTensor, left: Groups, shape: Sequence[int], sizes: Mapping[str, int]
 ) -> dict[str, int]:
-    """Return the size of each name; raise an error that lists all axes that don't fit."""
+    """Return the size of each name in a pattern; sizes that the caller left out follow from the tensor's shape.
+
+    Args:
+        pattern: Pattern for errors.
+        shard: Box of the tensor, for errors.
+        left: Names of each axis on the pattern's left.
+        shape: Length of each of these axes in the whole tensor.
+        sizes: Sizes that the caller has passed.
+
+    Raises:
+        ShapeError: Axes do not fit the sizes; the error lists all of them.
+    """
     full, wrong = dict(sizes), []
     for axis, (group, length) in enumerate(zip(left, shape, strict=True)):
         product = prod(sizes.get(name, 1) for name in group)
@@ -176,7 +187,13 @@ def _all_sizes(
 
 @dataclass(frozen=True, slots=True)
 class _Rearrangement:
-    """A pattern with its sizes, as a function of the whole tensor."""
+    """Function that rearranges a whole tensor by a pattern; equal patterns compare equal, so that each is traced once.
+
+    Attributes:
+        left: Names of each axis before.
+        right: Names of each axis after.
+        sizes: Size of each name.
+    """
 
     left: Groups
     right: Groups

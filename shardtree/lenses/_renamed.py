@@ -42,7 +42,7 @@ def replaced_part(doing: str, key: str, part: str, name: str) -> str:
 
 
 def check_names(doing: str, part: str | None, names: Sequence[str] | None, count: int) -> None:
-    """Raise TreeError unless a part and `count` different names are given, or neither.
+    """Raise TreeError unless `part` and `count` different `names` are given, or both are None.
 
     Examples:
         >>> check_names("gate_and_up", "fc1", ("gate_proj", "up_proj"), 2)
@@ -68,7 +68,7 @@ def renamed(part: str, name: str) -> Lens:
         name: Replacement.
 
     Raises:
-        TreeError: A name isn't a text, or the key has no such part.
+        TreeError: `part` or `name` is not a string or is empty, or the key does not have the part exactly once.
 
     Examples:
         >>> import torch
@@ -88,10 +88,11 @@ def tied(part: str, name: str) -> Lens:
 
     Args:
         part: Part of the key that is replaced.
-        name: Text that the other tensor's key has instead, as in ``tied("output_layer", "embedding.word_embeddings")``.
+        name: Replacement, which gives the other tensor's key, as in
+            ``tied("output_layer", "embedding.word_embeddings")``.
 
     Raises:
-        TreeError: A name isn't a text, or the key has no such part.
+        TreeError: `part` or `name` is not a string or is empty, or the key does not have the part exactly once.
 
     Examples:
         >>> import torch
@@ -129,7 +130,7 @@ def by_pattern(lenses: Mapping[str, Lens | None]) -> Lens:
 
     Raises:
         MetadataError: There are no patterns, or a value isn't a lens.
-        TreeError: No pattern matches a key.
+        TreeError: When the lens is applied: no pattern matches the key.
 
     Examples:
         >>> import torch

@@ -1,4 +1,4 @@
-"""Lenses between a key for each layer and one tensor with an axis for them; also for experts or stages."""
+"""Lenses that stack the tensors of layers or experts along an axis of one tensor, or split such a tensor again."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ def stacked_layers(part: str, layers: int, *, first: int = 0) -> Lens:
     """Return the lens that stacks the tensors of all layers into one stored tensor, along a new first axis.
 
     The layer's number follows `part` in the key and is removed: ``layers.3.norm.weight`` is entry 3 of
-    ``layers.norm.weight``, which is how Megatron-Core stores layers of equal shapes. The data are the same tensor
-    objects.
+    ``layers.norm.weight``, which is how Megatron-Core stores layers of equal shapes. Tensors are not copied.
 
     Args:
         part: Part of the key before the number, such as ``"layers"``, ``"decoder.layers"`` or ``"experts"``.
@@ -32,7 +31,7 @@ def stacked_layers(part: str, layers: int, *, first: int = 0) -> Lens:
 
     Raises:
         MetadataError: A number isn't an integer, or there are no layers.
-        TreeError: The key doesn't have the part followed by a number, or the number isn't below `layers`.
+        TreeError: The key does not have the part followed by a number exactly once, or the layer is not below `layers`.
 
     Examples:
         >>> shard = ShardedTensor.from_rank_offsets("layers.3.norm.weight", torch.zeros(2))
@@ -56,7 +55,7 @@ def stacked_layers(part: str, layers: int, *, first: int = 0) -> Lens:
             expected = f"a number below {count} layers"
             found = f"layer {number}" + (f", counted from {base}" if base else "")
             raise TreeError(
-                error_text(f"{doing}: the number of {shard.key!r} exceeds the layers", found=found, expected=expected)
+                error_text(f"{doing}: layer number of {shard.key!r} is out of range", found=found, expected=expected)
             )
         fragments = shard.axis_fragmentations
         stack = replace(
@@ -75,7 +74,7 @@ def stacked_layers(part: str, layers: int, *, first: int = 0) -> Lens:
 def _without_number(key: str, part: str, expression: re.Pattern[str]) -> tuple[str, int]:
     matches = list(expression.finditer(key))
     if len(matches) != 1:
-        what = f"stacked_layers: {key!r} has no number of a layer"
+        what = f"stacked_layers: no unique layer number in {key!r}"
         fix = "Name the part before the number, with adjacent parts if it occurs twice."
         expected = f"'{part}.<number>' once"
         raise TreeError(error_text(what, found=f"{len(matches)} times", expected=expected, fix=fix))
@@ -106,7 +105,14 @@ def unstacked_layers(part: str) -> Lens:
 
 
 def unstacked(doing: str, shard: ShardedTensor, part: str, place: int) -> StoredForm:
-    """Return the stored form of a box in which each layer gets a key; layers lie along the axis at `place`."""
+    """Return the stored form of a box of stacked layers: one shard with its own key for each layer.
+
+    Args:
+        doing: Name of the lens in errors.
+        shard: Box of the stacked layers.
+        part: Part of the key that the layer's number follows.
+        place: Axis of the layers in the global tensor, counting prepended axes.
+    """
     check_box(doing, shard)
     if not shard.global_shape:
         refuse(doing, f"shape of {shard.key!r}", (), "a first axis", "Leave scalars out.", error=ShapeError)
@@ -129,7 +135,14 @@ def unstacked(doing: str, shard: ShardedTensor, part: str, place: int) -> Stored
 
 
 def layer_at(shard: ShardedTensor, place: int, number: int, key: str) -> ShardedTensor:
-    """Return the layer with a given number in a box, as a view without the axis of the layers."""
+    """Return one layer of a box of stacked layers, as a view without the axis of the layers.
+
+    Args:
+        shard: Box of the stacked layers.
+        place: Axis of the layers in the global tensor, counting prepended axes.
+        number: Index of the layer within the box.
+        key: Key of the layer.
+    """
     is_prepended, fragments = place < shard.prepend_axis_num, shard.axis_fragmentations
     whole = shard.data is None or is_prepended
     return replace(
@@ -148,9 +161,9 @@ def layer_at(shard: ShardedTensor, place: int, number: int, key: str) -> Sharded
 
 
 def expert_stack(*, experts: int, axis: int = 0) -> Lens:
-    """Return the lens that moves concatenated experts to a new first axis, one index for each; always views.
+    """Return the lens that splits concatenated experts along a new first axis, with one index for each expert.
 
-    Experts with a key each are stacked by `stacked_layers`.
+    Stored boxes are always views. Experts that have a key each are stacked by `stacked_layers` instead.
 
     Args:
         experts: Number of experts on all ranks together; they have equal parts of the axis.
@@ -173,7 +186,7 @@ def expert_stack(*, experts: int, axis: int = 0) -> Lens:
 def expert_keys(part: str, *, experts: int, axis: int = 0) -> Lens:
     """Return the lens that splits concatenated experts into a stored tensor for each expert, with a key of its own.
 
-    Stored boxes are always views. Experts with a first axis of their own get keys by `unstacked_layers`.
+    Stored boxes are always views. Experts that already have a first axis get keys by `unstacked_layers` instead.
 
     Args:
         part: Part of the key that the expert's number follows: ``"experts"`` in ``mlp.experts.fc1.weight``.
@@ -210,7 +223,14 @@ def _split_experts(doing: str, shard: ShardedTensor, experts: int, axis: int) ->
 
 @dataclass(frozen=True, slots=True)
 class _Experts:
-    """A function of a whole tensor, which gives concatenated experts an axis of their own; it compares by value."""
+    """Function that moves concatenated experts of a whole tensor to a new first axis.
+
+    Equal functions compare equal, so that each is traced once.
+
+    Attributes:
+        count: Number of experts.
+        axis: Axis along which they are concatenated.
+    """
 
     count: int
     axis: int

@@ -1,4 +1,4 @@
-"""Lenses from traces: of a torch function of one tensor, and of a whole loader of stored tensors."""
+"""Lenses from traced code: from a torch function of one tensor, or from a loader that makes a model's tensors."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ def from_function(function: Callable[[torch.Tensor], Any], *, part: str | None =
     once, and cast them without rounding. Ranks' boxes, moments and flat ranges follow from the trace.
 
     Args:
-        function: Function from the whole tensor to a tensor, stored under the same key, or to a dict of tensors.
+        function: Function from the whole tensor to a tensor, stored under the same key, or to tensors by name.
         part: Part of the key that the names in the dict replace.
         drop: Whether the function may leave out elements, such as rows of padding. They aren't stored, and are zeros
             once loaded.
 
     Raises:
-        TraceError: When the lens is applied: the function asks for values, or isn't one to one.
+        TraceError: When the lens is applied: the function reads values, or is not one to one.
         ShapeError: The function returned a dict although `part` is None, or a tensor although `part` is given.
-        TreeError: The key has no such part.
+        TreeError: The key does not have the part exactly once.
 
     Examples:
         >>> gate_and_up = from_function(lambda w: dict(zip(("gate", "up"), w.chunk(2))), part="fc1")
@@ -82,10 +82,10 @@ def stored_by(
     *,
     keep_views: bool = False,
 ) -> StoredForm:
-    """Return the stored form of a box by a torch function of the whole tensor.
+    """Return the stored form of a box, given a torch function from the whole tensor to the stored tensors.
 
     Args:
-        function: Function from the whole tensor to tensors by name; functions that are equal (`==`) are traced once.
+        function: Function from the whole tensor to the stored tensors by name; equal (`==`) functions are traced once.
         doing: Name of the lens in errors.
         shard: Box of the model's tensor.
         front: Number of leading axes that the function doesn't get.
@@ -130,7 +130,7 @@ def _back(function: Callable[[torch.Tensor], Mapping[str, torch.Tensor]], doing:
     if names:
         fix = "Return only elements of the tensor."
         raise TraceError(
-            error_text(f"{doing}: outputs have elements that aren't the tensor's", offenders=names, fix=fix)
+            error_text(f"{doing}: outputs have elements that are not the tensor's own", offenders=names, fix=fix)
         )
     return there.inverse(drop)
 
@@ -146,9 +146,22 @@ def _plan(
     offset: Shape,
     shape: Shape,
 ) -> tuple[Mapping[str, Kind], Local, list[Local], View | None]:
-    """Return the plan of a box: the stored tensors, the trace from their boxes, one trace to each box, and a view.
+    """Return the plan for the stored form of a box, which does not depend on the tensor's key.
 
-    The view is that of the whole box in its only stored box, if there is just one and strides suffice; else None.
+    Args:
+        function: Argument of `stored_by`.
+        doing: Argument of `stored_by`.
+        drop: Argument of `stored_by`.
+        keep_views: Argument of `stored_by`.
+        whole: Shape of the whole tensor, without leading axes that the function does not get.
+        dtype: Dtype of the tensor.
+        offset: Offset of the box.
+        shape: Shape of the box.
+
+    Returns:
+        ``(sources, local, copies, view)``: the stored tensors by name; the trace from the stored boxes to this box; a
+        trace from this box to each stored box; and this box as a view of its only stored box, or None if there are
+        several or no strides reach all elements.
     """
     back = _back(function, doing, drop, Kind(whole, dtype))
     # Stored boxes hold elements of this box alone, so that all ranks together store each element once.
@@ -166,13 +179,26 @@ def _plan(
 
 
 def _box_data(data: Any, box: Box, view: View | None, copy: Local) -> Any:
-    """Return the elements of a stored box: a view of the model's data if possible."""
+    """Return the elements of a stored box: a view of the model's data if possible, else a copy.
+
+    Args:
+        data: Data of the model's box.
+        box: The stored box.
+        view: View of the stored box in contiguous data; None if it must be copied.
+        copy: Trace from the model's box to the stored box.
+    """
     alias = _alias(data, box.shape, view)
     return copy.output([data[slices(*own)] for _, own in copy.boxes]) if alias is None else alias
 
 
 def _alias(tensor: Any, shape: Shape, view: View | None) -> torch.Tensor | None:
-    """Return a tensor in memory seen through a `View`, with the given shape; None if that isn't possible."""
+    """Return a strided alias of a tensor, with the offset and strides of `view`; None if there is none.
+
+    Args:
+        tensor: Tensor with any strides; lazy tensors have no alias.
+        shape: Shape of the alias.
+        view: View of a row-major tensor of the same shape as `tensor`.
+    """
     if view is None or not isinstance(tensor, torch.Tensor):
         return None
     if tensor.is_contiguous():
@@ -191,7 +217,7 @@ def _alias(tensor: Any, shape: Shape, view: View | None) -> torch.Tensor | None:
 
 
 def _along_axes(flat: int, shape: Shape) -> list[int]:
-    """Return a distance between two elements of a dense tensor, given flat, as a distance along each axis."""
+    """Return a row-major distance between two elements of a tensor as distances along each axis."""
     return [flat // step % size for step, size in zip(dense(shape).stride, shape, strict=True)]
 
 
@@ -204,10 +230,10 @@ def _merge(local: Local, shard: ShardedTensor, parts: Sequence[Any], fill: float
 
 
 def through_trace(tree: Any, found: Trace, *, cast: bool = False, plain: Sequence[str] = ()) -> Any:
-    """Return a load's target in which factories compute the tensors from stored ones, by a trace.
+    """Return a load's target with factories that compute its tensors from stored tensors, as a trace records.
 
     Each rank then reads only the boxes of stored tensors from which its own boxes are made; `explain` of the result
-    shows them. Tensors that the trace doesn't make stay unchanged.
+    shows them. Tensors that are not outputs of the trace stay unchanged.
 
     Args:
         tree: Target of a load, made of shards, or of whole plain tensors whose keys are their paths.
@@ -244,7 +270,16 @@ def through_trace(tree: Any, found: Trace, *, cast: bool = False, plain: Sequenc
 
 
 def _made_form(whole: Trace, cast: bool, plain: Sequence[str], shard: ShardedTensor) -> StoredForm:
-    """Return the stored form of a target's box; stored boxes that are read unchanged use the target's memory."""
+    """Return the stored form of a target's box: the boxes of stored tensors from which a trace computes it.
+
+    If the trace only moves elements, stored boxes are read into the target's own memory where they lie contiguously.
+
+    Args:
+        whole: Trace from the stored tensors to the target's tensors.
+        cast: Whether the target may have another dtype than the trace's output.
+        plain: Patterns of keys of values that need no scales.
+        shard: Box of the target.
+    """
     doing = "transform"
     check_box(doing, shard)
     check_written(whole, shard.key, doing)
@@ -280,7 +315,7 @@ def _made_form(whole: Trace, cast: bool, plain: Sequence[str], shard: ShardedTen
 
 
 def _refuse_without_scales(doing: str, trace: Trace, key: str, plain: Sequence[str]) -> None:
-    """Raise if a trace passes on quantised values without their scales, which the cast would lose."""
+    """Raise ShapeError if a trace moves quantised values without their scales, which a cast would lose."""
     roots, is_plain = [move.root for move in trace.moves[key]], key_matcher(checked_patterns(f"{doing}: plain", plain))
     if not all(isinstance(root, str) for root in roots) or any(is_plain(str(each)) for each in (key, *roots)):
         return  # computed values were multiplied by their scales
@@ -291,7 +326,7 @@ def _refuse_without_scales(doing: str, trace: Trace, key: str, plain: Sequence[s
 
 
 def _row_major(tensor: torch.Tensor, shape: Shape, view: View | None) -> torch.Tensor | None:
-    """Return a contiguous view of a tensor, into which a file can be read directly; None if there is none."""
+    """Return the alias of a tensor through a view, for direct reads from a file; None unless it is contiguous."""
     # Other views gain nothing, and aliases among finely interleaved ones take long to rule out.
     alias = _alias(tensor, shape, view)
     return alias if alias is not None and alias.is_contiguous() else None

@@ -25,7 +25,7 @@ from .resharding._in_memory import agreed_common
 
 
 def value_digest(value: Any) -> str:
-    """Return the hash, in hexadecimal, of a value of dataclasses, tuples, NumPy arrays, and leaves whose repr says all.
+    """Return a hexadecimal hash of a value made of dataclasses, tuples, NumPy arrays, and leaves with an exact `repr`.
 
     Examples:
         >>> value_digest((1, np.arange(3))) == value_digest((1, np.arange(3)))
@@ -59,7 +59,7 @@ def _parts(value: Any) -> Iterator[bytes | memoryview]:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Options that must be the same on every rank.
+    """Options of `redistribute` that must be the same on every rank.
 
     Attributes:
         max_bytes_in_flight: Upper bound of the bytes that a rank sends and receives in one step.
@@ -78,16 +78,16 @@ class Options:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Description:
-    """One rank's message to the others.
+    """One rank's description of its trees and arguments, which all ranks receive before tensors move.
 
     Attributes:
         options: The rank's options.
         plan: Hash of the plan that the caller passed; None without a plan.
-        source: Columns of the rank's source shards; None if a plan was passed, which contains them.
-        target: Columns of the rank's target shards; None if a plan was passed.
-        common: Hash of the rank's common state; None from a rank without a source.
+        source: Table of the rank's source shards; None if a plan was passed, which contains them.
+        target: Table of the rank's target shards; None if a plan was passed.
+        common: Hash of the rank's common state; None if the rank has no source tree.
         wants_objects: Whether the rank's target has sharded objects.
-        device: Kind of device for the rank's buffers; None if it has no tensors.
+        device: Kind of device for the rank's buffers; None if the rank has no tensors.
     """
 
     options: Options
@@ -102,13 +102,13 @@ class Description:
 def describe(
     ends: Ends, plan: ReshardPlan | None, options: Options, device: torch.device | None, world: World
 ) -> Description:
-    """Return a rank's message to the others; its size is constant if the rank was passed a plan.
+    """Return a rank's description of its trees and arguments; with a plan, its size does not grow with the trees.
 
     Args:
         ends: The rank's source and target trees.
-        plan: The plan that the caller passed.
+        plan: The plan that the caller passed, if any.
         options: The caller's options.
-        device: Device of the rank's tensors; None if it has none.
+        device: Device of the rank's tensors; None if the rank has none.
         world: World of the rank.
     """
     rank = world.rank
@@ -134,7 +134,7 @@ def agreed_plan(descriptions: Sequence[Description], plan: ReshardPlan | None) -
 
     Raises:
         WorldError: The ranks passed different options or plans, or a plan has ranks that the world lacks.
-        CheckpointingException: There is no plan between these layouts.
+        CheckpointingException: No plan can make the targets from the sources.
     """
     _check_equal("options", [str(description.options) for description in descriptions])
     _check_equal(
@@ -178,7 +178,14 @@ Rules = Mapping[str, ObjectRule] | None
 
 
 def shared_common(world: World, descriptions: Sequence[Description], common: Any) -> Any:
-    """Return the common state of the lowest source rank, on every rank; collective. Only that rank sends it.
+    """Return the common state of the lowest rank with a source tree, on every rank; collective.
+
+    Only that rank sends its common state, unless the ranks' hashes differ, so that the values must be compared.
+
+    Args:
+        world: World of the ranks.
+        descriptions: Every rank's description, by rank.
+        common: Common state of this rank.
 
     Raises:
         IntegrityError: The sources' common states differ.
@@ -201,7 +208,7 @@ def shared_common(world: World, descriptions: Sequence[Description], common: Any
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _PortableTensor:
-    """A tensor in a message: torch can't pickle some dtypes, and a pickled view would include its whole storage."""
+    """A tensor as bytes, to be pickled: torch cannot pickle some dtypes, and pickles a view with its whole storage."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -233,9 +240,15 @@ def resharded_objects(
 ) -> list[ShardedObject]:
     """Return this rank's target objects with their data; collective. Nothing is sent if no rank wants objects.
 
+    Args:
+        world: World of the ranks.
+        descriptions: Every rank's description, by rank.
+        ends: The rank's source and target trees.
+        rules: Rules for objects whose array shape changes, by key pattern.
+
     Raises:
         KeyMismatch: The sources lack an object that a target asks for.
-        IntegrityError: Objects have another array shape, and no rule applies.
+        IntegrityError: A target's array of objects has another shape than the source's, and no rule applies.
     """
     if not any(each.wants_objects for each in descriptions):
         return []

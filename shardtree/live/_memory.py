@@ -34,7 +34,7 @@ class Ends:
     """A rank's source and target trees, flattened.
 
     Attributes:
-        source: The source tree. If the rank has no source, it is an empty tree, whose common state is `HOLE`.
+        source: The source tree; if the rank has none, an empty tree with the common state `HOLE` (no value).
         target: The target tree; None if the rank has no target.
     """
 
@@ -43,7 +43,7 @@ class Ends:
 
     @property
     def tensors(self) -> tuple[ShardedTensor, ...]:
-        """Shards of the target."""
+        """The target's shards."""
         return () if self.target is None else self.target.tensors
 
     @property
@@ -95,7 +95,8 @@ def check_joins(ends: Ends, common: Any) -> None:
     """Raise an error unless a rank's target fits the common state, before tensors move.
 
     Raises:
-        TreeError: The target doesn't fit, or one of its plain tensors isn't a plain value of the sources.
+        TreeError: The target's structure differs from the common state's, or one of the target's plain tensors is not a
+            plain value of the sources.
     """
     if ends.target is None:
         return
@@ -111,11 +112,11 @@ def joined_target(ends: Ends, common: Any, tensors: Sequence[torch.Tensor], obje
     Args:
         ends: The rank's trees.
         common: Common state of the sources.
-        tensors: Tensor of each target shard.
-        objects: Object with data of each target object.
+        tensors: Filled tensors, one for each target shard.
+        objects: The target's objects with their data.
 
     Raises:
-        Exception: An error of a factory's merge.
+        Exception: An error of a factory's merge function.
     """
     return None if ends.target is None else complete(ends.target, common, tensors, objects, DOING)
 
@@ -130,12 +131,14 @@ Empty = Callable[..., torch.Tensor]
 def target_memories(
     shards: Sequence[ShardedTensor], sources: Sequence[ShardedTensor], *, donate: bool, empty: Empty = torch.empty
 ) -> list[torch.Tensor]:
-    """Return the tensors to be filled: donated ones that aren't tied; for other shards, new ones on the same devices.
+    """Return a tensor to be filled for each target shard.
+
+    It is the shard's own tensor if that is donated and not tied to another shard's, else a new tensor on its device.
 
     Args:
         shards: Shards of the target.
         sources: Source shards of this rank, with data; they may alias each other and aren't written.
-        donate: Whether the shards' own tensors are filled.
+        donate: Whether the target shards' own tensors are filled.
         empty: Allocator of new tensors.
 
     Raises:
@@ -162,11 +165,14 @@ def target_memories(
 
 
 def donated_once(shards: Sequence[ShardedTensor], memories: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the filled tensors of donated targets; for tied targets, their one tensor, which is filled here.
+    """Return the tensor with the received values for each shard of a donated target.
+
+    Tied shards share one donated tensor, but received their values in separate memories. If these are equal, they are
+    copied into the shared tensor here.
 
     Args:
         shards: Shards of the target.
-        memories: Filled tensors, as `target_memories` allocated them.
+        memories: Results of `target_memories`, after they were filled.
 
     Raises:
         ShapeError: Several keys share one memory, and different data arrived for them.
@@ -195,7 +201,7 @@ class Buffers:
     memory: torch.Tensor
 
     def cut(self, *sizes: Mapping[int, int]) -> list[dict[int, torch.Tensor]]:
-        """Return non-overlapping buffers of the given sizes, by peer."""
+        """Return non-overlapping buffers: for each dict of sizes in bytes by peer rank, a dict of buffers by peer."""
         messages: list[dict[int, torch.Tensor]] = []
         begin = 0
         for sizes_by_peer in sizes:
@@ -209,7 +215,7 @@ class Buffers:
 def make_buffers(
     schedule: Schedule, rank: int, device: torch.device | str, empty: Empty = torch.empty, doing: str = DOING
 ) -> Buffers:
-    """Return buffers large enough for each step.
+    """Return memory that is large enough for a rank's messages in each step of a schedule.
 
     Args:
         schedule: Schedule of the plan.
@@ -230,7 +236,7 @@ def make_buffers(
 
 
 def largest_step(schedule: Schedule, rank: int) -> int:
-    """Return the largest size of a rank's buffers in any step, in bytes."""
+    """Return the bytes that a rank's messages need in the step with the largest total, alignment included."""
     out, into = schedule.from_rank == rank, schedule.to_rank == rank
     rows = np.flatnonzero(out | into)
     if not rows.size:

@@ -1,7 +1,8 @@
 """The executor of plans: each rank packs, exchanges and unpacks, step by step, by one schedule for all ranks.
 
-All bytes that one rank sends to another in one step form one message: pieces with large elements first, then in the
-schedule's order, so that every piece is aligned. The sender converts tensors that are cast while it packs them.
+A piece is a range of elements of one transfer; each row of a `Schedule` is a piece. All pieces that one rank sends to
+another in one step form one message. Pieces with large elements come first, then the schedule's order decides, so that
+every piece is aligned. A tensor that is cast is converted by its sender while packing.
 """
 
 from __future__ import annotations
@@ -85,11 +86,15 @@ buffer. A separate step for a shorter piece would take longer than packing it.""
 
 
 def long_pieces_apart(schedule: Schedule, long: int = LONG) -> Schedule:
-    """Return a schedule in which no step has two long pieces between two ranks, or a long piece beside short ones.
+    """Return a schedule in which each long piece is the only one in its message, so that it needs no buffer.
 
-    In a load's exchange, whose pieces lie in large files, this saves a tenth of the processor's time. `redistribute`
-    doesn't use it: time per byte is the same or less, but there are up to three times as many steps, which takes longer
-    on busy machines.
+    In a load's exchange, whose pieces lie in large files, this saves a tenth of the CPU time. `redistribute` does not
+    use it: time per byte is the same or less, but there are up to three times as many steps, which takes longer on busy
+    machines.
+
+    Args:
+        schedule: Schedule of a plan.
+        long: Size in bytes from which a piece is long.
 
     Examples:
         >>> import shardtree as st
@@ -112,9 +117,13 @@ def long_pieces_apart(schedule: Schedule, long: int = LONG) -> Schedule:
 
 
 def move(route: Route, transport: Transport) -> Exception | None:
-    """Fill a rank's target shards; every rank calls it at the same time.
+    """Send from a rank's source shards, and fill its target shards; collective.
 
     A rank that fails still makes the transport's calls, so that no other rank waits for it.
+
+    Args:
+        route: Plan, memory and buffers of this rank.
+        transport: Function that exchanges the messages of a step.
 
     Returns:
         The first failure on this rank outside the transport, or None.
@@ -155,11 +164,11 @@ def first_failure(failure: Exception | None, do: Callable[[], Any]) -> Exception
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MessagePieces:
-    """The pieces that a rank sends or receives in one step, in the order of the messages.
+    """The pieces that a rank sends or receives in one step, ordered by peer and by offset in the message.
 
     Attributes:
         peer: The other rank, ascending, int64 (pieces,).
-        transfer: Row in the plan's transfers, int64 (pieces,).
+        transfer: Row of the transfer in the plan's transfers, int64 (pieces,).
         start: First element in the transfer's box, int64 (pieces,).
         stop: End of the elements in the transfer's box, exclusive, int64 (pieces,).
         item_size: Bytes of an element, int64 (pieces,).
@@ -175,7 +184,7 @@ class MessagePieces:
 
     @property
     def sizes(self) -> dict[int, int]:
-        """The bytes of each peer's message."""
+        """Size in bytes of the message to or from each peer."""
         ends = self.byte + (self.stop - self.start) * self.item_size
         return dict(zip(self.peer.tolist(), ends.tolist(), strict=True))  # a peer's last piece ends its message
 
@@ -200,7 +209,13 @@ def step_pieces(route: Route, step: int) -> tuple[MessagePieces, MessagePieces]:
 
 
 def pack(route: Route, pieces: MessagePieces, messages: dict[int, torch.Tensor]) -> None:
-    """Write the pieces that a rank sends in a step into messages; a message may instead be the shard's own memory."""
+    """Write the pieces that a rank sends in one step into messages.
+
+    Args:
+        route: Route of the rank.
+        pieces: Pieces that the rank sends.
+        messages: Buffer for each receiving rank. A buffer is replaced by the shard's memory if that can be sent.
+    """
     plan, transfers = route.plan, route.plan.transfers
     for passed_on, columns, memories in ((False, plan.source, route.sources), (True, plan.target, route.targets)):
         some = rows_of(pieces, np.flatnonzero((transfers.hop[pieces.transfer] > 0) == passed_on))
@@ -220,7 +235,14 @@ def _make_room(
     messages: dict[int, torch.Tensor],
     arrivals: list[tuple[Column, Regions, Regions]],
 ) -> None:
-    """Replace messages by shards' memory that can be filled directly; add copies out of the others to `arrivals`."""
+    """Choose the memory that a step's messages are received in: a shard's own memory if possible, else the buffer.
+
+    Args:
+        route: Route of the rank.
+        pieces: Pieces that the rank receives.
+        messages: Buffer for each sending rank; replaced by the shard's own memory where that can be filled directly.
+        arrivals: List to which the copies from buffers to shards are added, as arguments of `copy_boxes`.
+    """
     plan, transfers = route.plan, route.plan.transfers
     piece, boxes, position = _boxes(plan, pieces, transfers.target, transfers.target_element, transfers.target_stride)
     into = target_regions(plan.target, boxes, route.targets)
@@ -235,7 +257,19 @@ def _make_room(
 def _boxes(
     plan: ReshardPlan, pieces: MessagePieces, shard: Column, element: Column, stride: Column
 ) -> tuple[Column, Boxes, Column]:
-    """Return the boxes of pieces: number of the piece, box in the shard's data, and position of its first element."""
+    """Return the boxes that pieces consist of, on one side of their transfers.
+
+    Args:
+        plan: Plan of all ranks.
+        pieces: Pieces of messages.
+        shard: Row of each transfer's shard on that side, int64 (transfers,).
+        element: Offset of each transfer's first element in the shard's data, int64 (transfers,).
+        stride: Strides of each transfer in the shard's data, int64 (transfers, axes).
+
+    Returns:
+        ``(piece, boxes, position)``: the row of each box's piece; the boxes in the shards' data; and the index of each
+        box's first element in its piece.
+    """
     whole = plan.transfers.shape[pieces.transfer]
     piece, inside, shape, position = flat_boxes(whole, pieces.start, pieces.stop)
     row = pieces.transfer[piece]
@@ -246,13 +280,15 @@ def _boxes(
 def _own_memory(
     route: Route, pieces: MessagePieces, peer: Column, transfer: Column, shape: Column, regions: Regions
 ) -> dict[int, torch.Tensor]:
-    """Return the boxes that need no buffer, as bytes, by row: whole messages, contiguous in a shard, and not cast.
+    """Return the memory of boxes that need no buffer, as bytes, by the box's row.
+
+    Such a box is a whole message, lies contiguously in its shard, on the device of the buffers, and is not cast.
 
     Args:
         route: Route of the rank that sends or receives the messages.
         pieces: All pieces of the messages.
         peer: Peer of each box's message, int64 (boxes,).
-        transfer: Transfer of each box, int64 (boxes,).
+        transfer: Row of each box's transfer, int64 (boxes,).
         shape: Shape of each box, int64 (boxes, axes).
         regions: Regions of the boxes.
     """
@@ -278,12 +314,12 @@ def _is_cast(plan: ReshardPlan, transfer: int) -> bool:
 def _message_regions(
     pieces: MessagePieces, piece: Column, position: Column, shape: Column, messages: Mapping[int, torch.Tensor]
 ) -> Regions:
-    """Return the regions of pieces' boxes in messages.
+    """Return the regions that boxes of pieces have in message buffers.
 
     Args:
         pieces: Pieces of the messages.
-        piece: Piece of each box, int64 (boxes,).
-        position: Position of each box's first element in its piece, int64 (boxes,).
+        piece: Row of each box's piece, int64 (boxes,).
+        position: Index of each box's first element in its piece, int64 (boxes,).
         shape: Shape of each box, int64 (boxes, axes).
         messages: Message buffers, by peer.
     """

@@ -81,7 +81,7 @@ def run_processes(
 
 @contextmanager
 def _started_ranks(size: int, fn: Callable[[World], T], timeout: float) -> Iterator[list[tuple[Any, Any]]]:
-    """Yield each rank's process and the pipe for its result; at the end all processes are killed."""
+    """Start a process for each rank, and yield (process, pipe for its result) pairs; at the end, kill all processes."""
     from torch.distributed import TCPStore
 
     # With port 0 the system chooses a free port, and this process keeps it open, so that no other program can take it.
@@ -116,7 +116,7 @@ def _kill(ends: Sequence[tuple[Any, Any]]) -> None:
 
 
 def _shared_imports() -> tuple[str, ...]:
-    """Return the modules that take seconds to import and that ranks need if this process has imported them."""
+    """Return the slow imports that the server does once for all ranks: DTensors, if this process has imported them."""
     return _DTENSOR_MODULES if _DTENSOR_MODULES[0] in sys.modules else ()
 
 
@@ -131,7 +131,7 @@ def _start_server() -> None:
 
 
 def _outcomes(ends: Sequence[tuple[Any, Any]]) -> Mapping[int, _RankEnd]:
-    """Return the outcomes of the ranks in the order in which they ended, without ranks that hang after a failure."""
+    """Return the ranks' outcomes in the order in which they ended; ranks that hang after a failure are left out."""
     waiting = {receiver: rank for rank, (_, receiver) in enumerate(ends)}
     outcomes: dict[int, _RankEnd] = {}
     deadline: float | None = None
@@ -203,9 +203,9 @@ def launched_rank() -> int:
 
 @contextmanager
 def launched_world(timeout: float) -> Iterator[World]:
-    """Yield the world of the processes that a launcher has started, or of one process where there is no launcher.
+    """Yield the world of the processes that a launcher has started, or of this process alone without a launcher.
 
-    Their gloo group is the default one until the context ends.
+    Several processes have a gloo group, which is torch.distributed's default group until the context ends.
 
     Args:
         timeout: Seconds after which a silent peer counts as dead.

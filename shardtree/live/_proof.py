@@ -1,4 +1,4 @@
-"""The proof that received data equals sent data: a hash for each pair of ranks; where two differ, for each piece.
+"""The proof that received data equals sent data: hashes for each pair of ranks and, if these differ, for each piece.
 
 The hashes travel through the world's own messages, never through the transport that they check.
 """
@@ -30,8 +30,8 @@ T = TypeVar("T")
 def hash_for(devices: Iterable[str]) -> Callable[[torch.Tensor], int]:
     """Return the function that hashes a message, the same on all ranks.
 
-    It is XXH3-64 if all buffers are in host memory, where a sum would take 1.5 times as long, and several times as long
-    without a compiler. Otherwise it is a sum, which a device computes without copying the message.
+    If all buffers are in host memory, the hash is XXH3-64. A sum would take 1.5 times as long there, and several times
+    as long without a compiler. Otherwise the hash is a sum, which a device computes without copying the message.
 
     Args:
         devices: Kind of device of each rank's buffers.
@@ -45,7 +45,7 @@ def _xxh3(message: torch.Tensor) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HashingTransport:
-    """A wrapper of a transport that hashes each message before it is sent and after it is received, in place.
+    """A wrapper of a transport that hashes each message before it is sent and after it is received, without copies.
 
     Attributes:
         transport: The wrapped transport.
@@ -76,7 +76,7 @@ class HashingTransport:
             self.failures.append(error)
 
     def sums(self) -> tuple[Sums, Sums]:
-        """Return the combined hashes of sent and received messages; raise the first error of a hash."""
+        """Return the combined hashes of sent and of received messages, by peer; raise the first error of `hash`."""
         if self.failures:
             raise self.failures[0]
         return self.sums_out, self.sums_in
@@ -85,8 +85,8 @@ class HashingTransport:
 def join_with_proof(world: World, route: Route, transport: HashingTransport, join: Callable[[], T]) -> T:
     """Return the result of `join` after it succeeded on all ranks and hashes proved that data arrived unchanged.
 
-    This takes one all-gather of a hash for each link of a rank. If hashes differ, another one gathers two hashes for
-    each piece of these links.
+    A link is a pair of a sender and a receiver. One collective gathers both ends' hash of each link. If the two hashes
+    of a link differ, another collective gathers both ends' hashes of each piece that went over the link.
 
     Args:
         world: World of the ranks that take part.
@@ -95,7 +95,7 @@ def join_with_proof(world: World, route: Route, transport: HashingTransport, joi
         join: Function that finishes the result, without a collective; its errors count only if all data arrived.
 
     Raises:
-        IntegrityError: Some data arrived changed; raised on every rank, with all boxes concerned.
+        IntegrityError: Some data arrived changed; raised on every rank, with the boxes that may have changed.
         RemoteError: `join` failed on some rank; raised on every rank.
     """
     results: list[T] = []
@@ -125,7 +125,15 @@ def _raise(failure: Exception | None) -> None:
 
 
 def _own_sums(route: Route, links: Sequence[tuple[int, int]]) -> tuple[Sums, Sums]:
-    """Return the sums of the pieces that this rank sent and received over some links, by row of the schedule."""
+    """Return hashes of the pieces that this rank sent, and of those that it received, over some links.
+
+    Args:
+        route: Route of this rank.
+        links: Pairs of a sender and a receiver.
+
+    Returns:
+        Two dicts, of sent and of received pieces, from a piece's row in the schedule to its hash.
+    """
     rows = [row for link in links if route.rank in link for row in _rows(route, link)]
     out = [row for row in rows if route.schedule.from_rank[row] == route.rank]
     into = [row for row in rows if route.schedule.to_rank[row] == route.rank]
@@ -139,7 +147,7 @@ def _rows(route: Route, link: tuple[int, int]) -> list[int]:
 
 
 def _piece_sums(route: Route, rows: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield each row with its piece's sum, computed from the shards' current content, packed as for sending."""
+    """Yield the hash of each piece, with its row in the schedule; shards' current content is packed as for sending."""
     plan, schedule, start = route.plan, route.schedule, np.zeros(1, dtype=np.int64)
     for row in rows:
         transfer, first, last = (column[row : row + 1] for column in (schedule.transfer, schedule.start, schedule.stop))
@@ -150,7 +158,7 @@ def _piece_sums(route: Route, rows: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def _sending_targets(route: Route) -> Route:
-    """Return a route that sends each transfer from its target shard, as relayed transfers are sent."""
+    """Return a route with which `pack` reads each transfer from its target shard instead of its source shard."""
     plan = route.plan
     transfers = plan.transfers
     onward = replace(

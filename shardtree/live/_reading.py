@@ -1,7 +1,8 @@
-"""Reads that ranks share: the part that each rank reads, the exchange, and the prediction of both for `explain`.
+"""Shared reads of a load: if several ranks want the same bytes, one rank reads them and sends them to the others.
 
-The groups of a load are planned from the shards of all ranks: a part that one rank reads for several must be in the
-same group on each of them.
+Shards are read in groups: first all that are stored in their own dtype, then one group after another of shards that are
+converted. Every rank plans the groups from the shards of all ranks, since a part that one rank reads for several must
+be in the same group on each of them. `explain` predicts the groups and reads with the functions at the end.
 """
 
 from __future__ import annotations
@@ -55,13 +56,14 @@ from .resharding._exchange import ExchangePlan, SharedReads, plan_exchange, plan
 
 
 def read_together(reading: Reading, shards: Sequence[ShardedTensor]) -> ReadReport:
-    """Fill shards, reading each byte on one rank for all, and return the bytes that this rank read, sent and received.
-
-    Collective.
+    """Fill shards; if several ranks want the same bytes, one of them reads and sends them. Collective.
 
     Args:
-        reading: Checkpoint, stored kinds and strategies of the load.
+        reading: Parameters of the load, such as the checkpoint and the stored dtypes.
         shards: Shards of this rank, with memory.
+
+    Returns:
+        Numbers of bytes that this rank has read, sent and received.
     """
     world, kinds, layout = reading.checkpoint.world, reading.kinds, reading.layout
     choices = (reading.sharded_strategy, None, reading.strategies)
@@ -88,7 +90,10 @@ def read_together(reading: Reading, shards: Sequence[ShardedTensor]) -> ReadRepo
 def _common_groups(
     reading: Reading, shards: Sequence[ShardedTensor]
 ) -> tuple[list[list[ShardedTensor]], list[ShardColumns]]:
-    """Return the groups that this rank reads at once, and each group's columns of all ranks; collective."""
+    """Return the groups of shards that this rank reads one after another, and a table for each group; collective.
+
+    The table lists the shards, of all ranks, that ranks read for each other in the group.
+    """
     world, kinds = reading.checkpoint.world, reading.kinds
 
     def describe() -> list[PackedColumns]:
@@ -109,13 +114,16 @@ def _common_groups(
 
 
 def _read_once(reading: Reading, shards: Sequence[ShardedTensor], columns: ShardColumns, is_cut: bool) -> ReadReport:
-    """Read this rank's share of the shards that several ranks want, and send it to the others; collective.
+    """Fill one group of shards: read this rank's share, and exchange it with the other ranks; collective.
 
     Args:
-        reading: Checkpoint, stored kinds and strategies of the load.
-        shards: Shards of this rank, with memory.
-        columns: Columns of the shared shards of all ranks.
-        is_cut: Whether shared shards may be cut between ranks.
+        reading: Parameters of the load.
+        shards: Shards of this rank in the group, with memory.
+        columns: Table of the shards, of all ranks, that ranks read for each other in the group.
+        is_cut: Whether one such shard may be read by several ranks, each a part of it.
+
+    Returns:
+        Numbers of bytes that this rank has read, sent and received.
     """
     world = reading.checkpoint.world
     own, shared = by_sharing(shards)
@@ -127,7 +135,12 @@ def _read_once(reading: Reading, shards: Sequence[ShardedTensor], columns: Shard
 
 
 def cuts_shards(checkpoint: Checkpoint, choices: tuple[Choice, Choice, Strategies | None]) -> bool:
-    """Return whether shards that ranks read for each other may be cut between them."""
+    """Return whether a shard that ranks read for each other may be read by several ranks, each a part of it.
+
+    Args:
+        checkpoint: The opened checkpoint.
+        choices: Strategy for shards, strategy for the common state, and dispatch table, as the caller passed them.
+    """
     cuts = traits_of_load(checkpoint, choices[0], choices[2]).cuts_chunks
     # Ranks that each read a part of a chunk couldn't verify its checksum, unless each read all of the chunk.
     return cuts == "always" or (cuts == "unchecked" and checkpoint.options.verify is None)
@@ -142,8 +155,8 @@ def parts_to_read(
         shared: Plan of the reads of all ranks.
         rank: Number of the rank.
         shards: Wanted shards of the rank, with contiguous data or none.
-        element: Offset of each read in the elements of its shard; -1 for a read that isn't contiguous in its shard,
-            such as some columns of a matrix; such a read gets new memory. None for parts without data.
+        element: Offset of each read in the elements of its shard, int64 (reads,). It is -1 for a read that is not
+            contiguous in its shard, such as some columns of a matrix, which gets new memory. None: parts get no data.
     """
     mine = np.flatnonzero(shared.reads.rank == rank)
     reads = select_rows(shared.reads, mine)
@@ -157,7 +170,16 @@ def parts_to_read(
 
 
 def _part(shard: ShardedTensor, offset: Any, shape: Any, flat: slice, begin: int, has_data: bool) -> ShardedTensor:
-    """Return a box or flat range of a shard as a shard: in its memory from element `begin` on, or in new memory."""
+    """Return a part of a shard as a shard of its own.
+
+    Args:
+        shard: The whole shard.
+        offset: Global offset of the part's box.
+        shape: Shape of the box.
+        flat: Range of the box's elements that the part has; a negative start for all.
+        begin: First element in the shard's memory that the part shares; -1 for new memory.
+        has_data: Whether the part gets data.
+    """
     axes = len(shard.global_shape)
     box = tuple(shape[len(shape) - axes + shard.prepend_axis_num :])
     size, data = box if flat.start < 0 else (flat.stop - flat.start,), None
@@ -171,7 +193,7 @@ def _part(shard: ShardedTensor, offset: Any, shape: Any, flat: slice, begin: int
 
 
 def route_of(plan: ExchangePlan, rank: int, shards: Sequence[ShardedTensor]) -> tuple[list[ShardedTensor], Route]:
-    """Return the parts that a rank reads itself, and its route for passing them on to other ranks.
+    """Return the parts of shards that a rank reads itself, and the `Route` by which it passes them on to other ranks.
 
     Args:
         plan: Exchange plan of all ranks.
@@ -197,18 +219,18 @@ def bytes_moved(failure: Exception | None, plan: ExchangePlan, rank: int) -> Rea
 
 
 def by_sharing(shards: Sequence[ShardedTensor]) -> tuple[list[ShardedTensor], list[ShardedTensor]]:
-    """Return the shards that each rank reads itself, and those that ranks read for each other."""
+    """Return the shards that a rank must read itself, and the shards that ranks may read for each other."""
     # If a shape mismatch is allowed, elements that aren't stored keep each rank's own values.
     own = [shard for shard in shards if shard.allow_shape_mismatch]
     return own, [shard for shard in shards if not shard.allow_shape_mismatch]
 
 
 def shared_columns(shards: Shards, kinds: Kinds, rank: int) -> tuple[ShardColumns, ShardColumns]:
-    """Return columns of a rank's unconverted and of its converted shards, from which all ranks plan shared reads.
+    """Return tables of a rank's unconverted and of its converted shards, from which all ranks plan shared reads.
 
-    The first columns have the shards whose dtype is the stored one, except shards that each rank reads itself. The
-    second have all shards that are converted, in the stored dtype; their `main`, which plans of reads don't use, marks
-    the shards that ranks read for each other.
+    The first table has the shards whose dtype is the stored one, except shards that the rank must read itself. The
+    second table has all shards that are converted, in their stored dtype. Plans of reads do not use its column `main`,
+    which here marks the shards that ranks may read for each other.
     """
     alike, others = by_dtype(shards, kinds)
     other_columns = shard_columns([stored_shard(shard, kinds) for shard in others], rank)
@@ -217,11 +239,15 @@ def shared_columns(shards: Shards, kinds: Kinds, rank: int) -> tuple[ShardColumn
 
 
 def common_groups(alike: ShardColumns, others: ShardColumns) -> tuple[Column, list[ShardColumns]]:
-    """Return each converted shard's round of reads, and the groups' shared shards: `alike`, then a group per round.
+    """Return the groups in which all ranks read: one of unconverted shards, then one for each round of converted ones.
 
     Args:
-        alike: The first `shared_columns` of all ranks.
-        others: The second `shared_columns` of all ranks.
+        alike: First table of `shared_columns`, of all ranks.
+        others: Second table of `shared_columns`, of all ranks.
+
+    Returns:
+        ``(rounds, groups)``: the round of each shard in `others`, int64 (shards,), and a table for each group of the
+        shards that ranks read for each other.
     """
     rounds = read_rounds(others)
     count = int(rounds.max(initial=-1)) + 1
@@ -233,7 +259,13 @@ def common_groups(alike: ShardColumns, others: ShardColumns) -> tuple[Column, li
 
 
 def foretold_exchange(checkpoint: Checkpoint, ranks: int, columns: Iterable[ShardColumns] | None) -> ExchangeChoice:
-    """Return the predicted choice of shared or separate reads, for ranks that are on several machines."""
+    """Return the predicted choice of shared or separate reads, as if each rank were on a machine of its own.
+
+    Args:
+        checkpoint: The opened checkpoint.
+        ranks: Number of ranks.
+        columns: Tables of the shards that ranks want; None if unknown.
+    """
     remote = crosses_network(checkpoint.storage)
     places = [ReadPlace(str(rank), remote) for rank in range(ranks)]
     saved_bytes = None if columns is None else bytes_wanted_twice(columns)
@@ -245,17 +277,18 @@ def foretold_exchange(checkpoint: Checkpoint, ranks: int, columns: Iterable[Shar
 def foretold_groups(
     targets: Callable[[], Iterable[Shards]], kinds: Kinds, *, is_cut: bool
 ) -> tuple[Callable[[int, Shards], list[Shards]], list[SharedReads]]:
-    """Return the groups that each rank would read at once in a shared read, and the plan of each group.
+    """Return the groups that each rank would read in a load with shared reads, and the plan of each group.
 
     The exchange isn't planned: for a large model with replicas, its plan would take most of the memory.
 
     Args:
-        targets: Function that yields each rank's shards, which aren't kept.
-        kinds: Kinds of the stored tensors.
-        is_cut: Whether shards may be cut between ranks.
+        targets: Function that yields the shards of one rank after another; they are not kept.
+        kinds: Stored dtype and shape of each tensor, by key.
+        is_cut: Whether one shard may be read by several ranks, each a part of it.
 
     Returns:
-        A function from a rank and its shards to its groups, and the plans.
+        ``(groups, plans)``: a function from a rank and its shards to the shards and parts that it reads in each group;
+        and the plan of each group's reads.
     """
     alike, others, ranks = AlikeColumns(), AlikeColumns(), 0
     for rank, shards in enumerate(targets()):
@@ -280,6 +313,6 @@ def foretold_groups(
 
 
 def _share(shards: Shards, plan: SharedReads, rank: int) -> Shards:
-    """Return the shards, and parts of shards, that a rank reads itself."""
+    """Return the shards, and parts of shards, that a rank reads in one group, for itself or also for others."""
     own, shared = by_sharing(shards)
     return [*own, *parts_to_read(plan, rank, shared)]

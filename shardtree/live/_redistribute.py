@@ -46,16 +46,16 @@ from .resharding import ReshardPlan, Schedule, with_relays
 
 
 def own_rows(side: str, columns: ShardColumns, shards: Sequence[ShardedTensor], rank: int) -> list[int]:
-    """Return the row of each of a rank's shards among those of all ranks.
+    """Return the row of each of a rank's shards in a plan's table of all ranks' shards.
 
     Args:
         side: "source" or "target", for error messages.
-        columns: Columns of all ranks' shards.
+        columns: Table of all ranks' shards.
         shards: The rank's shards, in any order.
         rank: Number of the rank.
 
     Raises:
-        IntegrityError: The rank's shards differ from those that the columns have for it.
+        IntegrityError: The table has other shards for the rank.
 
     Examples:
         >>> import torch, shardtree as st
@@ -89,7 +89,13 @@ def own_rows(side: str, columns: ShardColumns, shards: Sequence[ShardedTensor], 
 
 
 def _places(columns: ShardColumns, key: Column, axes: int) -> Column:
-    """Return the key, box and flat range of each shard, as one row of numbers, int64 (shards, 1 + axes + axes + 2)."""
+    """Return a row of numbers for each shard: its key, offset, shape, and flat range, int64 (shards, 2 * axes + 3).
+
+    Args:
+        columns: Table of the shards.
+        key: Number of each shard's key, int64 (shards,).
+        axes: Number of axes to which offsets and shapes are extended.
+    """
     offset, shape = widen(columns.offset, axes, 0), widen(columns.shape, axes, 1)
     return np.column_stack([key, offset, shape, columns.start, columns.stop])
 
@@ -295,7 +301,7 @@ def _allocate(
     device: torch.device | str | None,
     empty: Empty,
 ) -> tuple[Route, list[torch.Tensor]]:
-    """Return this rank's route and the tensors to be filled, in the order of its shards."""
+    """Return this rank's route, and the tensors to be filled in the order of its target shards."""
     check_joins(ends, common)
     source_rows = own_rows("source", plan.source, ends.source.tensors, rank)
     target_rows = own_rows("target", plan.target, ends.tensors, rank)
@@ -323,7 +329,12 @@ def _join(
 
 
 def _with_own_leaves(tree: Any, target: Any) -> Any:
-    """Return the result with the target's shards and plain tensors in place of a trace's factories."""
+    """Return the result with the target's own shards and plain tensors, filled, in place of a trace's factories.
+
+    Args:
+        tree: Result in which factories that a trace has added are merged.
+        target: Target as the caller passed it.
+    """
     own = dict(leaves_with_paths(target))
 
     def leaf_of(path: TreePath, leaf: Any) -> Any:

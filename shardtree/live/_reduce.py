@@ -31,8 +31,9 @@ def reduce_elements(
 ) -> Any:
     """Return a reduction over all elements of a global tree, on every rank; each rank passes its own part.
 
-    Of each element, only the main replica counts. Factories are applied, so that elements are counted as they are
-    stored, without padding. Plain tensors beside shards don't count; in a tree without shards those of rank 0 do.
+    Each element counts once, on the rank that holds its main replica. Factories are applied, so that elements are
+    counted as they are stored, without padding. Plain tensors beside shards do not count. In a tree without shards, the
+    plain tensors of rank 0 count.
 
     Args:
         f: Function of a tensor of elements, in any shape, and of the further trees' values at that leaf. Combined over
@@ -40,12 +41,12 @@ def reduce_elements(
         tree: Any tree of this rank.
         rest: Further trees with the structure and layout of `tree`, as for `map_data`.
         combine: Associative and commutative function of two values of `f`.
-        initial: The result where no rank has an element.
+        initial: The result if no tensor counts on any rank.
         world: The ranks that hold the tree; torch.distributed's default group, or else this process alone.
 
     Raises:
-        IntegrityError: A tensor that counts has no elements, on any rank; or the main replicas of the ranks don't hold
-            each element of a global tensor once, for example because `world` leaves out some ranks.
+        IntegrityError: A tensor that counts has no data on its rank; or the main replicas of the ranks do not hold each
+            element of a global tensor once, for example because `world` leaves out some ranks.
         Exception: An error of `f`, with the leaf's path as a note.
 
     Examples:
@@ -71,7 +72,16 @@ def _reduced(
     world: World | None,
     **given: object,
 ) -> Any:
-    """Return the combined parts of all ranks; the keyword arguments must be the same on all ranks."""
+    """Return the reduction over the trees of all ranks; collective.
+
+    Args:
+        f: Argument of `reduce_elements`.
+        combine: Argument of `reduce_elements`.
+        trees: The rank's trees, to which `f` is applied leaf by leaf.
+        initial: Argument of `reduce_elements`.
+        world: Argument of `reduce_elements`.
+        given: Other arguments of the caller that must be the same on all ranks.
+    """
     ranks = current_world() if world is None else world
 
     def own() -> tuple[list[Any], ShardColumns]:
@@ -102,8 +112,8 @@ def tree_sum(tree: Any, *, world: World | None = None) -> complex:
         world: The ranks that hold the tree, as for `reduce_elements`.
 
     Raises:
-        IntegrityError: A tensor that counts has no elements, on any rank; or the main replicas of the ranks don't hold
-            each element of a global tensor once, for example because `world` leaves out some ranks.
+        IntegrityError: A tensor that counts has no data on its rank; or the main replicas of the ranks do not hold each
+            element of a global tensor once, for example because `world` leaves out some ranks.
 
     Examples:
         >>> import shardtree as st
@@ -123,7 +133,7 @@ _HALF = 32  # bits
 
 
 def _exact_sum(elements: torch.Tensor) -> complex:
-    """Return the sum of elements; that of integers is exact, while torch's sum of int64 would wrap."""
+    """Return the sum of a tensor's elements; the sum of integers is exact, while torch's int64 sum would wrap."""
     if elements.is_floating_point() or elements.is_complex():
         return widened(elements).sum().item()
     # uint64 has no arithmetic in torch: its bits are read as int64, and the sign of the high half is removed below.
@@ -145,8 +155,8 @@ def tree_norm(tree: Any, *, ord: float = 2, world: World | None = None) -> float
         world: The ranks that hold the tree, as for `reduce_elements`.
 
     Raises:
-        IntegrityError: A tensor that counts has no elements, on any rank; or the main replicas of the ranks don't hold
-            each element of a global tensor once, for example because `world` leaves out some ranks.
+        IntegrityError: A tensor that counts has no data on its rank; or the main replicas of the ranks do not hold each
+            element of a global tensor once, for example because `world` leaves out some ranks.
         WorldError: The ranks passed different orders.
         MetadataError: The order isn't a positive number.
 

@@ -35,7 +35,7 @@ class _Call:
 
 
 class Meeting:
-    """The shared state of ranks that wait for each other."""
+    """The shared state of simulated ranks: the calls in which they wait for each other, and the results."""
 
     def __init__(self, size: int, timeout: float) -> None:
         self.size = size
@@ -95,7 +95,7 @@ class Meeting:
         raise Stopped
 
     def _complete(self, rank: int, call: _Call) -> bool:
-        """Deliver results if this call is the last that the other ranks waited for; return whether it was."""
+        """Deliver the results if this was the last call that the other ranks waited for; return whether it was."""
         peer = max(call.sends_to, call.receives_from)
         if peer >= 0:
             other = self._waiting.get(peer)
@@ -205,7 +205,11 @@ class SimulatedWorld(World):
 
 
 def _check_sizes(buffers: Sequence[tuple[Mapping[int, torch.Tensor], Mapping[int, torch.Tensor]]]) -> None:
-    """Raise, on every rank alike, unless each buffer has a counterpart of its size."""
+    """Raise WorldError unless each rank sends exactly as many bytes to each peer as the peer expects.
+
+    Args:
+        buffers: Outgoing and incoming buffers of each rank, by peer; all ranks pass the same, and so raise alike.
+    """
     sizes = {(rank, to): data.numel() for rank, (outgoing, _) in enumerate(buffers) for to, data in outgoing.items()}
     room = {(source, rank): part.numel() for rank, (_, rooms) in enumerate(buffers) for source, part in rooms.items()}
     wrong = [
@@ -260,7 +264,7 @@ def simulate(size: int, fn: Callable[[World], T], *, timeout: float = 60.0) -> l
 def _run(
     world: World, meeting: Meeting, fn: Callable[[World], T], results: dict[int, T], errors: dict[int, BaseException]
 ) -> None:
-    """Run one rank to its end."""
+    """Call fn on one rank, record its result or error, and tell the other ranks."""
     try:
         results[world.rank] = fn(world)
     except BaseException as error:

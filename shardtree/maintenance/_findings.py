@@ -56,10 +56,10 @@ def untaken_findings(untaken: Mapping[str, str]) -> list[Unchecked]:
 
 
 def refused_findings(refused: Mapping[str, str]) -> list[Unchecked]:
-    """Return the finding about undamaged values that a load with the same options refuses.
+    """Return a finding that counts the values that are undamaged, but that a load with these options refuses.
 
     Args:
-        refused: Error texts by the values' names.
+        refused: Text of the load's error for each value, by the value's name.
 
     Examples:
         >>> refused_findings({"rng/shard_0_1": "it names http.HTTPStatus, which isn't known to be harmless"})[0].nbytes

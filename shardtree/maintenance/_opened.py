@@ -28,14 +28,14 @@ _requests = BoundedSemaphore(_AT_ONCE)
 
 
 def fetch_ahead(reader: Reader, spans: Iterable[tuple[int, int]]) -> None:
-    """Fetch spans of an open file concurrently ahead of their reads; only if each read would be a request.
+    """Fetch spans of an open file concurrently before they are read, if the reader is a `RequestReader`.
 
     Args:
-        reader: Reader of the file; it holds the spans until it fetches others.
+        reader: Reader of the file. A `RequestReader` keeps the bytes until the next call.
         spans: (first byte, one past the last byte) of each span, all within the file.
 
     Raises:
-        StorageError: the spans can't be read.
+        StorageError: The spans can't be read.
     """
     if isinstance(reader, RequestReader):
         reader.fetch(_merge_near(spans))
@@ -61,7 +61,7 @@ _AHEAD_BYTES = 8 * 1024 * 1024
 
 
 class RequestReader:
-    """A reader whose reads are requests; sequential reads are served from large requests."""
+    """A reader that sends a request for each read, except that sequential reads share large requests."""
 
     def __init__(self, read: Callable[[int, int], tuple[Buffer, int]], where: str, length: int) -> None:
         self.length, self._read, self._where = length, read, where

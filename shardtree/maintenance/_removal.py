@@ -1,4 +1,4 @@
-"""Removal of stored keys from a checkpoint with an index, by a new index and the removal of unused files."""
+"""Removal of stored keys from a checkpoint with an index: a new index is written, and unused files are removed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def remove_sharded(checkpoint: Checkpoint, key_prefix: str) -> None:
 
 
 def _next_name(storage: Storage, name: str) -> str:
-    """Return the name of the index that follows the named one."""
+    """Return an unused file name for a new index, in the folder of the present index `name`."""
     folder, slash, _ = name.rpartition("/")
     matches = (_INDEX_FILE.fullmatch(other) for other in storage.names(folder))
     number = max((int(match[1]) for match in matches if match), default=0) + 1
@@ -51,7 +51,7 @@ def _next_name(storage: Storage, name: str) -> str:
 
 
 def without_prefix(index: Index, key_prefix: str) -> tuple[Index, set[str]] | None:
-    """Return the index without tensors and objects of a key prefix, and the files that held nothing else.
+    """Return the index without the tensors and objects whose keys have a prefix, and the files that become unused.
 
     Returns None if no key has the prefix.
     """

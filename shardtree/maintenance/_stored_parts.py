@@ -22,14 +22,16 @@ Load = Callable[[Sequence[ShardedTensor]], object]
 def stored_parts(
     tensors: Iterable[ShardedTensor], load: Load, *, rank: int = 0, ranks: int = 1, threads: int | None = None
 ) -> Iterator[dict[str, PartialFingerprint]]:
-    """Yield parts of stored tensors' fingerprints, one for each group of slabs.
+    """Yield partial fingerprints of stored tensors, by key: one mapping for each group of slabs that is read.
+
+    Groups are divided into shares, so that several ranks can read them: group `i` belongs to share ``i % ranks``.
 
     Args:
         tensors: Whole tensors without data.
         load: Function that reads slabs.
-        rank: Number of the share of groups to read.
+        rank: Number of the share to read.
         ranks: Number of shares.
-        threads: Number of threads that compute; None for the usual number.
+        threads: Number of threads that compute fingerprints; None for the usual number.
     """
     for number, group in enumerate(_groups(tensors)):
         if number % ranks == rank:
@@ -39,7 +41,7 @@ def stored_parts(
 
 
 def _groups(tensors: Iterable[ShardedTensor]) -> Iterator[list[ShardedTensor]]:
-    """Return slabs in groups that fit in memory."""
+    """Yield the tensors' slabs in groups that each fit in memory."""
     # Slabs are read in groups, since planning a read takes longer than reading a small tensor.
     slabs = (slab for tensor in tensors for slab in _slabs(tensor))
     return grouped(slabs, lambda slab: torch.Size(slab.local_shape).numel() * slab.dtype.itemsize, limits.CHECKED_BYTES)

@@ -39,7 +39,7 @@ class FileRows:
     furthest: Column
 
     def between(self, begin: int, end: int) -> Column:
-        """Return the rows that have bytes in a range, int64 (rows,)."""
+        """Return the rows in the index that have bytes in a range of the file, int64 (rows,)."""
         # `furthest` is searched because, unlike `end`, it ascends even if rows of a damaged index overlap.
         first = np.searchsorted(self.furthest, begin, side="right")
         last = np.searchsorted(self.begin, end, side="left")
@@ -49,11 +49,11 @@ class FileRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FileContents:
-    """The contents of a file of an index.
+    """The tensors' chunks and the objects that an index places in one file.
 
     Attributes:
-        chunks: Rows of tensors' chunks.
-        objects: Rows of objects.
+        chunks: Chunks with bytes in the file.
+        objects: Objects with bytes in the file.
     """
 
     chunks: FileRows
@@ -71,7 +71,7 @@ class FileContents:
 
 
 def file_contents(index: Index, number: int) -> FileContents:
-    """Return the contents of one of an index's files."""
+    """Return the chunks and objects in one of an index's files, given the file's number."""
     return FileContents(_file_rows(index, "chunk", number), _file_rows(index, "object", number))
 
 
@@ -84,7 +84,7 @@ def _file_rows(index: Index, group: str, number: int) -> FileRows:
 
 
 def keys_between(index: Index, contents: FileContents, begin: int, end: int) -> tuple[str, ...]:
-    """Return the keys of tensors, and unique keys of objects, that have bytes in a range of a file."""
+    """Return the keys of tensors, and the `unique_key` of objects, that have bytes in a range of a file."""
     numbers = np.unique(index.chunk_key[contents.chunks.between(begin, end)]).tolist()
     objects = np.sort(contents.objects.between(begin, end)).tolist()
     keys = [text_at(index.key_text, index.key_start, number) for number in numbers]
@@ -92,7 +92,7 @@ def keys_between(index: Index, contents: FileContents, begin: int, end: int) -> 
 
 
 def regions_between(index: Index, contents: FileContents, begin: int, end: int) -> tuple[Region, ...]:
-    """Return the part of each chunk in a byte range of a file; () if there are too many to name."""
+    """Return the parts of chunks that lie in a byte range of a file; () if there are too many to name."""
     rows = contents.chunks.between(begin, end).tolist()
     return tuple(_region(index, row, begin, end) for row in rows) if len(rows) <= _MOST_REGIONS else ()
 
@@ -125,15 +125,19 @@ def _shift(offset: list[int], place: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def bounding_box(shape: tuple[int, ...], first: int, last: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the smallest box around a range of a row-major flattened box, as first indices and one past the last ones.
+    """Return the smallest box around a range of elements of a box in row-major order.
 
-    Along axes before the first on which the range's ends differ, the result is one element wide; along later axes it is
-    whole, since a range that continues in the next row touches the end of one row and the beginning of the other.
+    Consider the first axis along which the range's first and last element have different indices. Along earlier axes
+    the result is one element wide. Along later axes it is whole, since a range that continues in the next row touches
+    the end of one row and the beginning of the other.
 
     Args:
-        shape: Shape of the flattened box.
+        shape: Shape of the box that contains the range.
         first: First element of the range.
-        last: Last element of the range.
+        last: Last element of the range, inclusive.
+
+    Returns:
+        The first index along each axis, and one past the last index along each axis.
 
     Examples:
         >>> bounding_box((4, 6), 7, 9), bounding_box((4, 6), 7, 14)
@@ -175,7 +179,7 @@ class _Describer:
     contents: dict[int, FileContents] = field(default_factory=dict)
 
     def damage(self, number: int, what: str, begin: int, end: int) -> Damage:
-        """Return damage of a file, with the keys and regions in its byte range."""
+        """Return damage of a byte range of a file, with the keys and regions in it."""
         if number not in self.contents:
             self.contents[number] = file_contents(self.index, number)
         contents = self.contents[number]
@@ -185,7 +189,7 @@ class _Describer:
         return Damage(name, what, begin, end, keys, regions)
 
     def block_damage(self, number: int, begin: int, end: int) -> Damage:
-        """Return damage of a block, which may also contain a header or padding."""
+        """Return damage of a block with a wrong hash; its text says whether a header or padding is in the block too."""
         damage = self.damage(number, "the hash of a block differs", begin, end)
         contents = self.contents[number]
         first = end if contents.begin is None else contents.begin
@@ -195,12 +199,12 @@ class _Describer:
 
 
 def verify_index(checkpoint: Checkpoint, read_index: ReadIndex) -> tuple[Finding, ...]:
-    """Return the damaged blocks of the indexed files, and the blocks without a hash.
+    """Return the findings about the files of a checkpoint's index, as `files_findings` yields them.
 
     Args:
         checkpoint: Checkpoint to verify.
-        read_index: Function that returns its index; if it fails, that is the only finding, since the index holds the
-            hashes.
+        read_index: Function that reads the index. If the index is corrupt, this is the only finding, since the index
+            holds the hashes.
     """
     try:
         index = checkpoint.once(read_index)
@@ -210,7 +214,7 @@ def verify_index(checkpoint: Checkpoint, read_index: ReadIndex) -> tuple[Finding
 
 
 def whole_file_findings(checkpoint: Checkpoint, field: str) -> Iterator[Finding]:
-    """Yield the finding about a file that a field of metadata.json describes as a whole."""
+    """Yield the finding about a file, such as the index, whose name and hash are in a field of metadata.json."""
     try:
         data, _ = read_checked(checkpoint, field)
     except CorruptCheckpoint as error:
@@ -221,9 +225,9 @@ def whole_file_findings(checkpoint: Checkpoint, field: str) -> Iterator[Finding]
 
 
 def files_findings(checkpoint: Checkpoint, index: Index) -> Iterator[Finding]:
-    """Yield the findings about an index's files; wrong lengths, blocks with wrong hashes, files without hashes.
+    """Yield the findings about an index's files: checked bytes, wrong lengths, wrong hashes, files without hashes.
 
-    `LoadOptions.threads` threads read, each one part of a file at a time.
+    Files are read by `LoadOptions.threads` threads, each of which checks one part of a file at a time.
 
     Args:
         checkpoint: Checkpoint with the files.

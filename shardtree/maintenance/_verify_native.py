@@ -16,7 +16,7 @@ from ._verify_index import verify_index, whole_file_findings
 
 
 def verify_files(checkpoint: Checkpoint) -> tuple[Finding, ...]:
-    """Return the findings about the common state, the index, blocks of data files, and tensors by fingerprints."""
+    """Return the findings about the common state, the index, the data files' blocks, and the tensors' fingerprints."""
     findings: list[Finding] = []
     if checkpoint.fields["common_backend"] == "safetensors":
         findings += whole_file_findings(checkpoint, "common")

@@ -1,4 +1,4 @@
-"""Layouts that follow from a mesh of ranks and a partition spec for each tensor; what the ranks' trees cover."""
+"""Layouts that follow from a mesh of ranks and partition specs; counts of the elements that ranks' trees cover."""
 
 from ._coverage import Coverage, coverage
 from ._mesh import Mesh

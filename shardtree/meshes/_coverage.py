@@ -37,7 +37,7 @@ class Coverage:
         once: Number of elements with one main replica, int64 (keys,).
         twice: Number of elements with several main replicas, int64 (keys,).
         missing: Number of elements without a main replica, int64 (keys,).
-        copies: Mean number of shards of an element, replicas included, float64 (keys,).
+        copies: Mean number of shards that contain an element, replicas included, float64 (keys,).
         problems: Boxes with several or no main replicas, with the ranks that hold them; the first 20 of each tensor.
     """
 
@@ -112,6 +112,6 @@ def coverage(trees: RankTrees | ShardColumns) -> Coverage:
 
 
 def _elements(faults: Faults, which: NDArray[np.bool_], keys: int) -> Column:
-    """Return the number of elements of the chosen faults, for each key."""
+    """Return the number of elements in the faults that the mask `which` selects, for each key."""
     sizes = np.where(faults.start < 0, volumes(faults.shape), faults.stop - faults.start)
     return group_sums(faults.key[which], sizes[which], keys)

@@ -142,7 +142,7 @@ def check_mesh(mesh: Any) -> None:
 
 
 def _by_name(sizes: tuple[Any, ...]) -> str:
-    """Return the correct call for arguments in the style of JAX and torch: sizes, then names.
+    """Return the call to suggest to a user who passed arguments as JAX and torch take them: sizes, then names.
 
     Examples:
         >>> _by_name(((2, 4), ("dp", "tp"))), _by_name((8,))

@@ -87,7 +87,9 @@ def copies_by_path(
     leaves: Mapping[TreePath, Any],
     key: KeyFunction | None,
 ) -> dict[TreePath, int]:
-    """Return each tensor's index among those with its key, by path. Only keys that the user chose may be repeated.
+    """Return each tensor's index among the tensors with the same key, by path.
+
+    Only keys that the user chose may be repeated, through `key` or in shards.
 
     Args:
         doing: Name of the caller in errors.
@@ -126,7 +128,7 @@ def copies_by_path(
 
 
 def _same_tensor(left: ShardedTensor, right: ShardedTensor) -> bool:
-    """Return whether two shards are equal tensors; without data, whether they can be."""
+    """Return whether two shards hold equal tensors; if one has no data, whether their dtypes and shapes agree."""
     if (left.dtype, left.global_shape) != (right.dtype, right.global_shape):
         return False
     one, other = left.data, right.data
@@ -144,7 +146,7 @@ def _same_tensor(left: ShardedTensor, right: ShardedTensor) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A leaf of a tree that is to be sharded.
+    """A leaf of the tree to shard, and its placement.
 
     Attributes:
         leaf: Whole shard of a tensor, or another leaf unchanged.
@@ -252,7 +254,7 @@ def mesh_columns(kinds: Mapping[str, TensorKind], mesh: Mesh, specs: Mapping[str
 
 
 def placed_columns(placements: Iterable[Placement], mesh: Mesh) -> ShardColumns:
-    """Return the shards of placed tensors on all ranks of a mesh as columns; tied tensors may share a key."""
+    """Return the shards of all ranks of a mesh as columns, for tensors with their specs; tied ones may share a key."""
     placements = sorted(placements, key=lambda each: (each.key, each.copy))
     _check_kinds(placements)
     for each in placements:

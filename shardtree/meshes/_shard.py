@@ -126,7 +126,7 @@ def layout_of(tree: Any, mesh: Mesh, specs: Specs, *, key: KeyFunction | None = 
 def _trees(
     tree: Any, mesh: Mesh, specs: Specs, ranks: tuple[int, ...], key: KeyFunction | None, fill: _Fill
 ) -> list[Any]:
-    """Return the trees of some ranks, or of all ranks if none is named."""
+    """Return the sharded trees of the given ranks; of all ranks of the mesh if `ranks` is empty."""
     check_mesh(mesh)
     for rank in ranks:
         mesh.coordinates(rank)
@@ -136,7 +136,15 @@ def _trees(
 
 
 def _leaf(source: Placed, mesh: Mesh, rank: int, parts: dict[Any, RankShard | None], fill: _Fill) -> Any:
-    """Return a rank's leaf for a leaf of the whole tree."""
+    """Return a rank's leaf for a leaf of the whole tree; a hole for a tensor that the rank doesn't hold.
+
+    Args:
+        source: Leaf of the whole tree, with its placement.
+        mesh: Mesh of the ranks.
+        rank: Rank on the mesh.
+        parts: Memoised parts, by shape, spec and rank; new ones are added.
+        fill: Function from the whole shard and the rank's part to the data of the new leaf.
+    """
     leaf, placement = source.leaf, source.placement
     if placement is None:
         return replace(leaf, replica_id=mesh.ranks.index(rank)) if isinstance(leaf, ShardedObject) else leaf
@@ -176,9 +184,10 @@ def from_local(
 ) -> Any:
     """Return the sharded tree of a rank from its own tensors; `shard_at` takes whole tensors instead.
 
-    The shards' data are the same tensor objects, parameters included, so that optimizer states find them. Nothing is
-    communicated: the parts along a sharded axis are assumed to have equal sizes. If they don't, ranks disagree about
-    the global shape; `save` and `load` then raise an error that asks for `global_shapes`.
+    The shards' data are the tensor objects of `tree` themselves, so that an optimizer's states can be matched with its
+    parameters by identity. Nothing is communicated: the parts along a sharded axis are assumed to have equal sizes. If
+    they don't, ranks disagree about the global shape; `save` and `load` then raise an error that asks for
+    `global_shapes`.
 
     Args:
         tree: Tree of the rank's own tensors, lazy ones too; shards and other values stay unchanged.
@@ -194,8 +203,8 @@ def from_local(
         ShapeError: A tensor has another shape than the rank's part of the global tensor, or the rank has no part of it.
         IntegrityError: Different tensors have one key.
         KeyMismatch: A pattern of `specs_by_pattern` matches no tensor, but nearly matches a key that got the default.
-        TreeError: The tree holds DTensors or tensors that aren't dense, or two paths have the same key without a `key`
-            function that chose it.
+        TreeError: The tree holds DTensors or tensors that aren't dense, or two paths have the same key and no `key`
+            function was passed.
 
     Examples:
         >>> import torch

@@ -62,7 +62,7 @@ class RankShard:
 
     @property
     def boxes(self) -> tuple[RankBox, ...]:
-        """Boxes in row-major order of the local tensor; usually one, also for a part without elements."""
+        """Boxes of the part, in row-major order of the local tensor. A part without elements has one empty box."""
         if 0 in self.shape:
             starts = zip(self.spans, self.global_shape, strict=True)
             # The box begins at each axis's first interval. It stays within the tensor, since intervals are disjoint.
@@ -152,7 +152,7 @@ def _parts(
 
 
 def _flat_index(mesh: Mesh, axes: list[str], place: Mapping[str, int]) -> int:
-    """Return the row-major index of a mesh position over the given axes."""
+    """Return the row-major index, over the given mesh axes, of a position on the mesh (`place`: index by axis)."""
     number = 0
     for axis in axes:
         number = number * mesh.shape[axis] + place[axis]

@@ -105,7 +105,9 @@ P = PartitionSpec
 
 
 def splits(entry: SpecEntry) -> Iterator[AxisSplit]:
-    """Yield the mesh axes of an entry as splits; the names in a tuple count as one axis together.
+    """Yield the mesh axes of an entry as splits, one for each axis name or `AxisSplit`.
+
+    The splits of a tuple of names aren't cut one after the other: as in JAX, the names count as a single axis.
 
     Examples:
         >>> list(splits("tp"))
@@ -207,10 +209,10 @@ _NEAR: Final = 0.75  # difflib's measure: `uup` is 0.8 from `up`, `gate` 0.75 fr
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PatternSpecs:
-    """Specs by patterns of keys; a `SpecFunction`. `specs_by_pattern` makes it.
+    """A `SpecFunction` that chooses a tensor's spec by patterns of keys; the result of `specs_by_pattern`.
 
     Attributes:
-        rows: (pattern, predicate of keys, spec) for each pattern; the first match counts.
+        rows: (pattern, predicate of the keys that it matches, spec) for each pattern; the first match counts.
         default: Spec of keys that no pattern matches; None makes them an error.
         allow_unused: Whether patterns may match no key.
 
@@ -235,7 +237,7 @@ class PatternSpecs:
         return spec
 
     def first(self, key: str) -> tuple[str, Callable[[str], bool], PartitionSpec] | None:
-        """Return the row of the first pattern that matches a key, or None."""
+        """Return the first of `rows` whose pattern matches a key, or None."""
         return next((row for row in self.rows if row[1](key)), None)
 
 

@@ -79,8 +79,9 @@ def abstract_optim_state_from_metadata(
         optim_state_dict: State dict of the fresh optimizer, for its groups; its states are ignored.
         id_to_sharded_param_map: Sharded parameters by id or name, as for `optim_state_to_sharding_state`.
         metadata: Metadata of the stored states: ``load_sharded_metadata(dir)``; or ``load_tensors_metadata(dir)`` if no
-            state is a Python value. For a parameter without axes, stored moments look like its numbers, such as step
-            counts: if this rank holds it as a flat range or in a stack, use `abstract_optim_state`.
+            state is a Python value. A scalar parameter's stored moments have the same shape as its numbers, such as
+            step counts. If this rank holds such a parameter as a flat range or in a stack, they can't be told apart:
+            use `abstract_optim_state`.
         exclude_keys: State keys that aren't loaded; a single text is one key.
         rules: Rules for states of other shapes, as for `optim_state_to_sharding_state`. The rules get states without
             data.
@@ -88,8 +89,8 @@ def abstract_optim_state_from_metadata(
             "refuse" raises an error, "leave_out" makes no target for its states.
 
     Raises:
-        TreeError: A stored state has no rule, a parameter has no stored state, or a state could be a moment as well as
-            a number; the error names each.
+        TreeError: A stored state of another shape has no rule, a parameter has no stored state, or a state may be
+            either a moment or a number; the error names each.
 
     Examples:
         >>> weight = ShardedTensor.from_rank_offsets("w", torch.zeros(2), (0, 1, 4))
@@ -105,7 +106,7 @@ def abstract_optim_state_from_metadata(
     check_rules(doing, rules)
     if missing not in ("refuse", "leave_out"):
         raise TreeError(
-            error_text(f"{doing}: unknown missing", found=repr(missing), expected="'refuse' or 'leave_out'")
+            error_text(f"{doing}: unknown value of missing", found=repr(missing), expected="'refuse' or 'leave_out'")
         )
     check_dict(doing, "metadata", metadata, "the result of `load_sharded_metadata`", (ShardedTensor, ShardedObject))
     by_param = _by_param(metadata, excluded(doing, exclude_keys))
@@ -131,14 +132,17 @@ def abstract_optim_state_from_metadata(
 
 
 def _template_state(param: ShardedParam, value: Any) -> Any:
-    """Return a state as the template describes it, on the meta device if it has the parameter's shape."""
+    """Return an example of a state that the template describes: for a dtype, a meta tensor of the parameter's shape."""
     if isinstance(value, torch.dtype):
         return torch.empty(moment_shape(param) or (), dtype=value, device="meta")
     return value(param) if callable(value) else value
 
 
 def _by_param(metadata: Metadata, left_out: set[str]) -> _Stored:
-    """Return the stored states by parameter key and state key. A state key has no dots, so the first dot ends it."""
+    """Return the stored states by parameter key, then state key, without the state keys `left_out`.
+
+    In a stored key, the state key has no dots, so the first dot after it begins the parameter's key.
+    """
     by_param: dict[str, dict[str, ShardedTensor | ShardedObject]] = {}
     for leaf in metadata.values():
         state_key, _, key = leaf.key.removeprefix(f"{PREFIX}.").partition(".")
@@ -168,7 +172,10 @@ _Kinds = list[tuple[ShardedTensor, ShardedTensor | ShardedObject]]  # a paramete
 
 
 def _stored_kinds(param: ShardedParam, by_param: _Stored) -> dict[str, _Kinds]:
-    """Return a parameter's stored states by state key, each paired with the shard that is stored for the parameter."""
+    """Return a parameter's stored states by state key, each as a pair: a shard of the parameter, and its stored state.
+
+    If the parameter is a factory, a state has a pair for each shard that the factory builds.
+    """
     kinds: dict[str, _Kinds] = {}
     shards = built_shards(param)
     for shard in shards:
@@ -182,7 +189,11 @@ def _stored_kinds(param: ShardedParam, by_param: _Stored) -> dict[str, _Kinds]:
 def _with_stored_group(
     doing: str, params: Mapping[Any, ShardedParam], kinds_of: Mapping[Any, Any], metadata: Metadata
 ) -> dict[Any, ShardedParam]:
-    """Return the parameters, by name, whose group's number is stored: all parameters except new ones."""
+    """Return the parameters, by name, whose group number is stored: all except new ones.
+
+    Raises:
+        TreeError: A parameter has stored states, but no stored group number.
+    """
     stored_keys = {leaf.key for leaf in metadata.values() if leaf.key.startswith(f"{GROUP_PREFIX}.")}
     keys = {name: {f"{GROUP_PREFIX}.{shard.key}" for shard in built_shards(param)} for name, param in params.items()}
     group_params = {name: param for name, param in params.items() if keys[name] <= stored_keys}
@@ -194,7 +205,7 @@ def _with_stored_group(
 
 
 def _shard_for(leaf: ShardedTensor | ShardedObject) -> ShardedTensor:
-    """Return a stand-in for a parameter's shard: the stored state if it has axes, else an empty shard."""
+    """Return a stand-in for the shard that this rank lacks: the stored state if it has axes, else an empty shard."""
     if isinstance(leaf, ShardedTensor) and leaf.global_shape:
         return leaf
     return ShardedTensor(leaf.key, None, torch.uint8, (0,), (1,), (0,), None)

@@ -39,7 +39,15 @@ def placed(
     axes: Sequence[AxisCut | None],
     replica_id: ReplicaId,
 ) -> ShardedTensor:
-    """Return a state's shard for a save or a load; the state gives the lengths of axes that aren't cut.
+    """Return the shard of a state for a save or a load, cut along its axes as `axes` says.
+
+    Args:
+        rule: Name of the rule in errors.
+        shard: Shard of the parameter.
+        state_key: Name of the state.
+        state: The state; it gives the lengths of axes that aren't cut.
+        axes: This rank's part of each axis of the state; None for an axis that isn't cut.
+        replica_id: Replica id of the result.
 
     Raises:
         ShapeError: The state's shape isn't the shape that follows from the parameter's.
@@ -93,7 +101,7 @@ def cuts_of(shard: ShardedTensor) -> list[AxisCut]:
 def check_where_cut(rule: str, where_cut: object, choices: Sequence[str] = ("refuse", "equal", "own")) -> None:
     if where_cut not in choices:
         expected = f"{', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}"
-        raise TreeError(error_text(f"{rule}: unknown where_cut", found=repr(where_cut), expected=expected))
+        raise TreeError(error_text(f"{rule}: unknown value of where_cut", found=repr(where_cut), expected=expected))
 
 
 # States cut as their parameters are, along some of their axes.
@@ -138,7 +146,12 @@ def along(*axes: int | None, where_cut: Literal["refuse", "equal"] = "refuse") -
 
 
 def copies(shard: ShardedTensor, apart: Sequence[AxisCut]) -> ReplicaId:
-    """Return the replica id of a state that shards share, although they are different parts along the axes `apart`."""
+    """Return the replica id of a state that is equal on several shards of a parameter, so that one of them stores it.
+
+    Args:
+        shard: Shard of the parameter.
+        apart: The shard's part of each axis along which these shards differ.
+    """
     replica = (shard.replica_id,) if isinstance(shard.replica_id, int) else shard.replica_id
     # Only one piece has index 0 and elements: its replicas become the state's, all others are further copies.
     return (*(cut.offset if cut.size else cut.whole for cut in apart), *replica) if apart else shard.replica_id
@@ -148,10 +161,10 @@ def copies(shard: ShardedTensor, apart: Sequence[AxisCut]) -> ReplicaId:
 
 
 def one_per_shard(param: ShardedParam, state_key: str, state: Any) -> ShardedTensor | ShardedObject:
-    """Return a leaf for a state that each shard has for itself, which can't be loaded in another layout.
+    """Return the leaf of a state that each shard of a parameter has separately, such as a random seed.
 
-    The states are stored as an array with one cell per piece of the grid. Since another layout needs an array of
-    another shape, its load raises an error.
+    The states of all shards are stored as an array with one cell per piece of the parameter's grid. Since another
+    layout needs an array of another shape, its load raises an error.
 
     Args:
         param: Shard of the parameter: one box of a regular grid.
@@ -233,7 +246,7 @@ def reduced_axis(axis: int, *, where_cut: WhereCut = "refuse") -> OptimizerRule:
 def _one_per_piece(
     shard: ShardedTensor, state_key: str, own: OptimizerState, cuts: Sequence[AxisCut], pieces: int
 ) -> ShardedTensor | ShardedObject:
-    """Return the shard of a state that each piece reduced by itself, and that lacks the reduced axis."""
+    """Return the leaf of a state without the reduced axis, which each piece of that axis has separately."""
     # The stored state has the grid's axes in front; for a parameter of one axis, the grid's axis would be ambiguous.
     expected = len(cuts) + len(shard.local_shape) if own.is_stored else len(cuts)
     if not cuts or own.axes(shard.prepend_axis_num) != expected:

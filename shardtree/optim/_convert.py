@@ -44,29 +44,31 @@ def optim_state_to_sharding_state(
     *,
     rules: OptimizerRules | None = None,
 ) -> ShardedStateDict:
-    """Return an optimizer's state dict as a new sharded tree, with states sharded as their parameters.
+    """Return an optimizer's state dict as a new sharded tree, in which each state is sharded like its parameter.
 
     - A tensor of its parameter's shape becomes the parameter's shard, or its factory, with that tensor as data, under
       the key ``optimizer.state.<state key>.<parameter's key>``.
     - A number (a tensor without axes, an int, None) is stored once for each parameter. Its main replica is on the rank
-      that has the parameter's first element. It is loaded in its own type: an int as an int.
+      that has the parameter's first element. A load returns the saved type: an int stays an int.
     - A list that contains tensors, such as SOAP's ``Q``, becomes a list of leaves with the state keys ``Q[0]``,
       ``Q[1]`` and so on.
     - Any other state needs a rule.
-    - Hyperparameters of groups stay plain values. With numbered parameters, a group's members aren't stored, and group
-      i gets the hyperparameters of the stored group i. Named parameters keep their own: the number of each parameter's
-      group is stored under ``optimizer.param_group.<parameter's key>``; see `sharding_state_to_optim_state`. All
-      ranks must have the same groups, even ranks that hold none of a group's parameters.
+    - Hyperparameters of groups stay plain values. All ranks must have the same groups, even ranks that hold none of a
+      group's parameters.
+    - A group's list of parameters isn't stored. With numbered parameters, a load gives the hyperparameters of the
+      stored group i to group i. With named parameters, the number of each parameter's group is stored under
+      ``optimizer.param_group.<parameter's key>``, so that a load gives each parameter the hyperparameters that it had;
+      see `sharding_state_to_optim_state`.
 
     Args:
         optim_state_dict: Result of ``optimizer.state_dict()``, or its form by names (`optim_state_by_name`, or torch's
-            ``get_optimizer_state_dict``). Other entries than states and groups stay.
+            ``get_optimizer_state_dict``). Entries other than "state" and "param_groups" are kept as they are.
         id_to_sharded_param_map: Sharded parameters by id (`get_param_id_to_sharded_param_map`) or by name
-            (`sharded_params_by_name`). It may have more parameters than the optimizer.
-        exclude_keys: State keys that are left out; a single text is one key.
-        rules: Rules for states of other shapes, by patterns of state keys, or of ``<state key>.<parameter's key>``
-            (``*`` matches one part between dots, ``**`` any number); the first match counts, also for states that would
-            need no rule.
+            (`sharded_params_by_name`). Parameters that the optimizer doesn't have are ignored.
+        exclude_keys: State keys to leave out; a single string is one key.
+        rules: Rules by pattern, for states of other shapes. A pattern is compared with the state key and with
+            ``<state key>.<parameter's key>``; ``*`` matches text without dots, ``**`` any text. The first rule whose
+            pattern matches is used, even for a state that needs none.
 
     Returns:
         A new tree, which shares tensors and hyperparameters with the argument.
@@ -118,10 +120,10 @@ def _state_leaves(param: ShardedParam, state_key: str, value: Any, rules: Optimi
 
 
 def check_known(doing: str, names: Sequence[ParamId], params: Mapping[Any, ShardedParam]) -> None:
-    """Raise an error unless there is a sharded parameter for each id or name.
+    """Raise an error unless a map has a sharded parameter for each of the optimizer's ids or names.
 
     Raises:
-        TreeError: Some ids or names have no parameter; the error names them.
+        TreeError: Some ids or names aren't in the map; the error names them.
 
     Examples:
         >>> check_known("save", [], {})
@@ -140,7 +142,7 @@ def check_known(doing: str, names: Sequence[ParamId], params: Mapping[Any, Shard
 
 
 def _check_keys(doing: str, states: States, params: Mapping[Any, ShardedParam]) -> None:
-    """Raise an error if a state key would be ambiguous when stored: no text, with a dot, or ending like ``[0]``."""
+    """Raise an error if a state key can't be stored: it isn't a string, contains a dot, or ends like ``[0]``."""
     wrong = [
         state_place(name, params[name], key)
         for name, states_by_key in states.items()
@@ -148,8 +150,8 @@ def _check_keys(doing: str, states: States, params: Mapping[Any, ShardedParam]) 
         if not isinstance(key, str) or "." in key or list_item(key)[1] is not None
     ]
     if wrong:
-        fix = "Stored, such keys would be ambiguous: rename them, or leave them out with exclude_keys."
-        heading = f"{doing}: state keys that aren't texts, contain a dot, or end like '[0]'"
+        fix = "Stored keys would be ambiguous: rename these state keys, or leave them out with exclude_keys."
+        heading = f"{doing}: state keys that aren't strings, contain a dot, or end like '[0]'"
         raise TreeError(error_text(heading, offenders=wrong, fix=fix))
 
 
@@ -170,22 +172,24 @@ def _check_shapes(doing: str, states: States, params: Mapping[Any, ShardedParam]
 
 
 def sharding_state_to_optim_state(loaded: StateDict, *, hyperparameters: Hyperparameters = "stored") -> StateDict:
-    """Return a loaded sharded optimizer state in the form that `load_state_dict` takes.
+    """Return a loaded sharded optimizer state as a state dict for the optimizer's `load_state_dict`.
 
-    With ids, group i has the hyperparameters of the stored group i, whatever its members. With names, groups are the
-    optimizer's own, in its order, each with the hyperparameters that its parameters had when saved.
+    With ids, group i gets the hyperparameters of the stored group i, even if other parameters are in it now. With
+    names, the groups are the optimizer's own, in its order; each gets the hyperparameters that its parameters had when
+    they were saved.
 
     Args:
         loaded: Result of `load` for a tree of `optim_state_to_sharding_state` or `abstract_optim_state`.
         hyperparameters: "stored" for the saved hyperparameters; "own", only with names, for the hyperparameters that
-            the optimizer's state dict had when the target was made.
+            the optimizer's state dict had when the tree to load was made.
 
     Returns:
-        A state dict by ids or by names, as the target was; `optim_state_by_id` turns names into ids.
+        A state dict by ids or by names, like the state dict from which the tree was made; `optim_state_by_id` turns
+        names into ids.
 
     Raises:
         TreeError: Parameters that form one group now had different hyperparameters; a state's parameter is in no group;
-            parts are missing; or "own" is requested by ids. The error names each offender.
+            groups are missing; or "own" is requested by ids. The error names each offender.
 
     Examples:
         >>> import torch, shardtree as st
@@ -211,8 +215,8 @@ def sharding_state_to_optim_state(loaded: StateDict, *, hyperparameters: Hyperpa
         check_which(doing, hyperparameters)
         # Ids are positions in groups, so only the stored groups are known.
         if hyperparameters == "own":
-            fix = "Save and load by names, or put those of `optimizer.state_dict()` into the returned groups."
-            raise TreeError(error_text(f"{doing}: by ids the optimizer's own hyperparameters aren't known", fix=fix))
+            fix = "Save and load by names, or copy the hyperparameters of `optimizer.state_dict()` into the result."
+            raise TreeError(error_text(f"{doing}: hyperparameters='own' needs a state by names", fix=fix))
         groups = [dict(group) for group in groups_of(doing, loaded["param_groups"])]
     _check_members(doing, states, groups)
     others = {key: value for key, value in loaded.items() if key not in {"param_group_of", "own_param_groups"}}
@@ -222,10 +226,10 @@ def sharding_state_to_optim_state(loaded: StateDict, *, hyperparameters: Hyperpa
 def regroup_optim_state(
     optim_state_dict: StateDict, param_groups: Sequence[Group], *, hyperparameters: Hyperparameters = "stored"
 ) -> StateDict:
-    """Return a state dict by names, rearranged into other groups of the same parameters.
+    """Return a state dict by names, with its parameters rearranged into other groups.
 
-    torch binds states to parameters by their positions in groups. So if an optimizer's groups have other members or
-    another order, it can load a state dict only after this function.
+    torch matches states with parameters by their positions in the groups. If an optimizer groups or orders its
+    parameters differently from the state dict, call this function before the optimizer loads it.
 
     Args:
         optim_state_dict: State dict by names.
@@ -234,7 +238,8 @@ def regroup_optim_state(
             `param_groups`.
 
     Raises:
-        TreeError: Parameters of one new group had different hyperparameters, or an argument lacks a parameter.
+        TreeError: Parameters of one new group had different hyperparameters, a parameter has no old group, or a
+            parameter with states has no new group.
 
     Examples:
         >>> groups = [{"lr": 1, "params": ["w"]}, {"lr": 2, "params": ["b"]}]
@@ -286,12 +291,12 @@ def optim_state_by_name(optim_state_dict: StateDict, id_to_name: Mapping[int, st
 def optim_state_by_id(optim_state_dict: StateDict, id_to_name: Mapping[int, str]) -> StateDict:
     """Return a state dict whose parameters are numbered, from one whose parameters are named; values are shared.
 
-    torch binds states to parameters by positions, so each group must list its parameters in the order of their ids;
-    otherwise, call `regroup_optim_state` first.
+    torch matches states with parameters by position, so the groups must list the parameters in the order of their ids.
+    If they don't, call `regroup_optim_state` first.
 
     Args:
         optim_state_dict: State dict by names.
-        id_to_name: Names of the optimizer's ids, from `get_param_id_to_name_map`.
+        id_to_name: Parameter names by the optimizer's ids, from `get_param_id_to_name_map`.
 
     Raises:
         TreeError: A name has no id, groups are in another order or lack a parameter, or parameters are numbered
@@ -315,7 +320,7 @@ def optim_state_by_id(optim_state_dict: StateDict, id_to_name: Mapping[int, str]
             for place, (here, should) in enumerate(zip_longest(order, sorted(id_to_name)))
             if here != should
         ]
-        heading = f"{doing}: the optimizer has its parameters in another order, and torch goes by order"
+        heading = f"{doing}: the groups list the parameters in another order than the optimizer"
         raise TreeError(error_text(heading, offenders=wrong, fix="Arrange them with `regroup_optim_state` first."))
     return new
 
@@ -325,12 +330,19 @@ def _name_text(id_to_name: Mapping[int, str], number: int | None) -> str:
 
 
 def _relabel(doing: str, optim_state_dict: StateDict, labels: Mapping[Any, Any], *, by_name: bool) -> StateDict:
-    """Return a state dict with other labels for its parameters."""
+    """Return a state dict with ids and names exchanged.
+
+    Args:
+        doing: Name of the operation in error messages.
+        optim_state_dict: State dict to convert.
+        labels: New id or name of each parameter, by its present one.
+        by_name: Whether parameters are named at present.
+    """
     states = states_of(doing, optim_state_dict)
     groups = groups_of(doing, optim_state_dict["param_groups"])
     if members(groups) and are_names(doing, groups, states) is not by_name:
         found, expected = ("ids", "names") if by_name else ("names", "ids")
-        raise TreeError(error_text(f"{doing}: wrong kind of parameter labels", found=found, expected=expected))
+        raise TreeError(error_text(f"{doing}: the state dict is by {found} already", found=found, expected=expected))
     used = dict.fromkeys([*members(groups), *states])
     wrong = [f"{label!r} isn't in the map" for label in used if label not in labels]
     new = [labels[label] for label in used if label in labels]

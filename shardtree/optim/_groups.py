@@ -1,4 +1,4 @@
-"""Parameter groups: their stored form, and the stored hyperparameters arranged by an optimizer's own groups."""
+"""Parameter groups: their stored form, and the assignment of stored hyperparameters to an optimizer's own groups."""
 
 from __future__ import annotations
 
@@ -18,7 +18,13 @@ GROUP_PREFIX = "optimizer.param_group"
 
 
 def stored_groups(groups: Sequence[Group], params: Mapping[Any, ShardedParam], *, named: bool) -> dict[str, Any]:
-    """Return the entries of a sharded tree for groups: hyperparameters and, if named, each parameter's group."""
+    """Return the entries of a sharded tree that store groups: hyperparameters and, by names, each parameter's group.
+
+    Args:
+        groups: Parameter groups of a state dict.
+        params: Sharded parameters by id or name.
+        named: Whether parameters are named rather than numbered.
+    """
     # A rank without parameters can't know whether those of other ranks are named, so its form fits both.
     if not members(groups):
         return _without_members(groups)
@@ -46,7 +52,7 @@ def _without_members(groups: Sequence[Group]) -> dict[str, Any]:
 
 
 def hyperparameters(group: Group) -> dict[str, Any]:
-    """Return a group without its members."""
+    """Return a group's hyperparameters: its entries except the lists of parameters."""
     return {key: value for key, value in group.items() if key not in MEMBERS}
 
 
@@ -61,12 +67,12 @@ def arranged_groups(
 
     Args:
         doing: Name of the operation in error messages.
-        stored: Stored groups; their members are ignored.
-        group_of: Number of each parameter's stored group.
-        own: Groups of the optimizer, by names.
-        which: "own" keeps the optimizer's hyperparameters, "stored" replaces them. Even with "stored", a group without
-            members on this rank, as under ZeRO, keeps its own, unless all groups are the stored groups in the stored
-            order.
+        stored: Stored groups; their lists of parameters are ignored.
+        group_of: Index of each parameter's stored group, by the parameter's name.
+        own: The optimizer's groups, by names.
+        which: "own" keeps the optimizer's hyperparameters, "stored" replaces them by the stored ones. A group without
+            parameters on this rank, as under ZeRO, gets those of the stored group at its index if no parameter has
+            changed its group; otherwise, it keeps its own.
 
     Raises:
         TreeError: Parameters of one group had different hyperparameters, or aren't stored; the error names each.
@@ -94,7 +100,7 @@ def arranged_groups(
 
 
 def check_which(doing: str, which: object) -> None:
-    """Raise an error unless the argument is a valid choice of hyperparameters.
+    """Raise an error unless a `hyperparameters` argument is "stored" or "own".
 
     Raises:
         TreeError: The argument isn't "stored" or "own".
@@ -119,7 +125,14 @@ def _with_hyperparameters(
 
 
 def _conflicts(number: int, group: Group, stored: Sequence[Group], group_of: Mapping[Any, int]) -> list[str]:
-    """Return, for each hyperparameter that differs within a group, a line with two parameters that differ in it."""
+    """Return a line for each hyperparameter that differs within a group, with two parameters and their values.
+
+    Args:
+        number: Index of the group, for the lines.
+        group: Group of the optimizer.
+        stored: Stored groups.
+        group_of: Index of each parameter's stored group, by the parameter's name.
+    """
     names = {group_of[name]: name for name in reversed(group["params"])}
     lines: list[str] = []
     first: int | None = None

@@ -58,14 +58,14 @@ def make_sharded_optimizer_tensor(model_param: ShardedParam, optim_param: torch.
     check_has_shape(heading, optim_param)
     expected = moment_shape(model_param)
     if expected is not None and tuple(optim_param.shape) != expected:
-        fix = "Pass this parameter's state of this rank; a state of another shape needs a rule."
+        fix = "Pass this rank's part of this parameter's state; a state of another shape needs a rule."
         wrong = f"{heading} has another shape than the parameter"
         raise ShapeError(error_text(wrong, found=tuple(optim_param.shape), expected=expected, fix=fix))
     return moment(model_param, optim_param, prefix)
 
 
 def moment(param: ShardedParam, data: torch.Tensor, prefix: str) -> ShardedParam:
-    """Return a parameter's shard or factory, with data that the caller has checked in place of its own."""
+    """Return a parameter's shard or factory with a moment as data and a key with a prefix; the caller checks shapes."""
     if isinstance(param, ShardedTensorFactory):
         return replace(param, key=f"{prefix}.{param.key}", data=data)
     return replace(param, key=f"{prefix}.{param.key}", data=data, dtype=data.dtype)
@@ -84,17 +84,17 @@ def moment_shape(param: ShardedParam) -> tuple[int, ...] | None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OptimizerState:
-    """A state as rules get it, both for a save and for the target of a load.
+    """Argument of a rule: one state of one parameter, either to save or to describe as the target of a load.
 
-    It has no shape: a save knows only the shape on this rank, a load only the whole shape. Lengths of cut axes follow
-    from the parameter; for other axes, `along` takes the known lengths.
+    A rule can't rely on a shape: a save knows only the shape on this rank, a load only the whole shape. Lengths of axes
+    that are cut like the parameter follow from the parameter; lengths of other axes are in `sizes`.
 
     Attributes:
         data: The tensor or value; None if only stored metadata is known.
         dtype: Dtype of a tensor; None for any other value.
-        sizes: Known lengths of a tensor's axes: of this rank's tensor, or of the stored one with prepended axes in
-            front.
-        is_stored: Whether `sizes` are those of the stored tensor.
+        sizes: Known lengths of a tensor's axes: those of this rank's tensor, or those of the stored tensor, which
+            begin with the parameter's prepended axes.
+        is_stored: Whether only stored metadata is known; then `sizes` is the stored tensor's shape.
 
     Examples:
         >>> state = OptimizerState.of(torch.zeros(2, 3))
@@ -109,7 +109,12 @@ class OptimizerState:
 
     @staticmethod
     def of(value: Any) -> OptimizerState:
-        """Return a state made from a tensor or value, or from stored metadata: a whole shard or object without data."""
+        """Return the state for a tensor, a plain value, or a stored tensor's or object's metadata.
+
+        Args:
+            value: A tensor or plain value to save; a ShardedTensor or ShardedObject for stored metadata; or a state,
+                which is returned as it is.
+        """
         if isinstance(value, OptimizerState):
             return value
         if isinstance(value, ShardedTensor):
@@ -120,11 +125,15 @@ class OptimizerState:
         return OptimizerState(value, value.dtype, tuple(value.shape)) if is_tensor else OptimizerState(value)
 
     def axes(self, front: int) -> int:
-        """Return the number of the state's axes, without prepended ones."""
+        """Return the number of the state's own axes, without `front` prepended ones."""
         return len(self.own_sizes(front))
 
     def own_sizes(self, front: int) -> tuple[int, ...]:
-        """Return the known sizes of the state's own axes."""
+        """Return the known lengths of the state's own axes.
+
+        Args:
+            front: Number of the parameter's prepended axes, which the stored tensor has in front of the state's own.
+        """
         return self.sizes[front:] if self.is_stored else self.sizes
 
 
@@ -143,10 +152,10 @@ RULES_FIX = (
 
 
 def check_rules(doing: str, rules: OptimizerRules | None) -> None:
-    """Raise an error unless the rules are functions by pattern.
+    """Raise an error unless the rules are a dict from patterns to functions.
 
     Raises:
-        TreeError: Some aren't; the error names each.
+        TreeError: The rules aren't a dict, or some aren't functions; the error names each.
 
     Examples:
         >>> check_rules("save", {"row_var": max})
@@ -160,7 +169,7 @@ def check_rules(doing: str, rules: OptimizerRules | None) -> None:
 
 
 def rule_of(rules: OptimizerRules | None, param: ShardedParam, state_key: str) -> OptimizerRule | None:
-    """Return the first rule whose pattern matches a state key, or ``<state key>.<parameter's key>``."""
+    """Return the first rule whose pattern matches a state key or ``<state key>.<parameter's key>``, or None."""
     # The second form lets a rule apply to some parameters only.
     whole = list_item(state_key)[0]
     names = (state_key, whole, f"{state_key}.{param.key}", f"{whole}.{param.key}")
@@ -187,7 +196,7 @@ _ITEM = re.compile(r"(.+)\[(0|[1-9][0-9]*)\]", re.DOTALL)
 
 
 def list_item(state_key: str) -> tuple[str, int | None]:
-    """Return the list's state key and the item's number for the state key of a list's item; else the key and None.
+    """Split the state key of a list's item into the list's key and the item's index; any other key gets None.
 
     Examples:
         >>> list_item("Q[1]"), list_item("step")
@@ -198,7 +207,7 @@ def list_item(state_key: str) -> tuple[str, int | None]:
 
 
 def items_of(state_key: str, value: Any) -> dict[str, Any]:
-    """Return the states to store for a value, by state key: each item of a list with tensors, else the value itself.
+    """Return the states to store for a value, by state key: the items of a list with tensors, else the value alone.
 
     Examples:
         >>> list(items_of("Q", [torch.zeros(2, 2), None])), list(items_of("betas", [0.9, 0.99]))
@@ -229,7 +238,10 @@ def problem_of(name: ParamId, param: ShardedParam, state_key: str, value: Any) -
 
 
 def state_leaf(param: ShardedParam, state_key: str, value: Any, rules: OptimizerRules | None) -> Any:
-    """Return the leaf of a state in which `problem_of` found no problem, or the result of the state's rule."""
+    """Return the leaf that stores a state: its rule's result or, without a rule, a moment or one value per parameter.
+
+    A state without a rule must have passed `problem_of`.
+    """
     rule, prefix = rule_of(rules, param, state_key), f"{PREFIX}.{state_key}"
     if rule is not None:
         return call_at(("state", param.key, state_key), rule, param, state_key, OptimizerState.of(value))

@@ -18,14 +18,14 @@ from ._state_dict import ShardedParam, check_param
 
 
 def first_element(shard: ShardedTensor) -> int:
-    """Return the row-major index of a shard's first element: 0 only for one shard of each tensor, and its replicas.
+    """Return the row-major index, in the global tensor, of a shard's first element.
 
-    Prepended axes don't count, since each index along them stands for a tensor of its own. A shard without elements
-    gets an index beyond the last element. In a tensor without elements, 0 goes to the shard that begins at index 0 and
-    has a length above 0 along all axes of nonzero length.
+    Exactly one shard of each tensor, and its replicas, get 0. Prepended axes don't count: each index along them stands
+    for a tensor of its own. A shard without elements gets an index beyond the last element. In a tensor without
+    elements, 0 goes to the shard that begins at index 0 and has a length above 0 along all axes of nonzero length.
 
     Args:
-        shard: A box, or a flat range of one, on any grid.
+        shard: A box or a flat range of a box; the grid may be irregular.
 
     Examples:
         >>> import torch
@@ -47,7 +47,7 @@ def first_element(shard: ShardedTensor) -> int:
 
 
 def _index(number: int, shape: tuple[int, ...]) -> list[int]:
-    """Return the index along each axis of a box's element, from its row-major number."""
+    """Return an element's index along each axis of a box, from its row-major index; the inverse of `_number`."""
     index = []
     for size in reversed(shape):
         number, place = divmod(number, size)
@@ -63,12 +63,12 @@ def _number(index: list[int], shape: tuple[int, ...]) -> int:
 
 
 def per_parameter(param: ShardedParam, prefix: str, value: Any) -> ShardedTensor | ShardedObject | ShardedTensorFactory:
-    """Return a leaf for a value that all shards of a parameter share; exactly one rank has its main replica.
+    """Return a leaf that stores a value once for a whole parameter, such as Adam's step count.
 
-    The main replica of the value is on the rank that has the main replica of the parameter's first element. Along
-    prepended axes, each index is a parameter of its own, with its own value. A factory's value is stored under each key
-    that the factory builds, so that a model in which these keys are separate parameters can load it; it must be the
-    same for all.
+    The value's main replica is on the rank that has the main replica of the parameter's first element. Along prepended
+    axes, each index is a parameter of its own, with its own value. If a factory builds several keys, the value is
+    stored under each of them, so that a model in which they are separate parameters can load it. A load into the
+    factory raises an error if these stored values differ.
 
     Args:
         param: Shard of the parameter on this rank, or its factory.
@@ -91,7 +91,12 @@ def per_parameter(param: ShardedParam, prefix: str, value: Any) -> ShardedTensor
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _FactoryValue:
-    """The build and merge functions of a factory's value, from its parameter's factory and a meta tensor like it."""
+    """The build and merge functions with which one value for a parameter's factory is stored and loaded.
+
+    Attributes:
+        param: Factory of the parameter.
+        kind: A meta tensor with the dtype and shape of a tensor value; None for any other value.
+    """
 
     param: ShardedTensorFactory
     kind: torch.Tensor | None
@@ -134,7 +139,10 @@ def _first_of_each(shards: Iterable[ShardedTensor]) -> list[ShardedTensor]:
 
 
 def _value_leaf(shard: ShardedTensor, value: Any) -> ShardedTensor | ShardedObject:
-    """Return the leaf of a shard's value. Only at the tensor's first element does its replica id begin with 0."""
+    """Return the leaf that stores a value once for a parameter.
+
+    Only on the shard with the parameter's first element can it be the main replica.
+    """
     front = shard.prepend_axis_num
     count, place = shard.global_shape[:front], shard.global_offset[:front]
     replica = (first_element(shard), *([own] if isinstance(own := shard.replica_id, int) else own))

@@ -1,4 +1,4 @@
-"""Rules for states with axes of their own: one for each parameter, shard or block; or on a mesh."""
+"""Rules for states that don't have the parameter's axes: one per parameter or block, matrices, or cut on a mesh."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ def one_per_parameter(param: ShardedParam, state_key: str, state: Any) -> Any:
 
 
 def square_preconditioners(*, where_cut: WhereCut = "refuse") -> dict[str, OptimizerRule]:
-    """Return rules for the square matrices of Shampoo and SOAP, one for each axis of a parameter.
+    """Return rules for the preconditioners of Shampoo and SOAP: square matrices, one for each axis of a parameter.
 
-    The states are ``precond_0``, ``inv_precond_0`` (or ``pre_cond_0``, ``inv_pre_cond_0``) and so on, and SOAP's lists
-    ``GG`` and ``Q``; an axis without a matrix has a placeholder, such as None.
+    The rules are for the states ``precond_0``, ``inv_precond_0`` (or ``pre_cond_0``, ``inv_pre_cond_0``) and so on, and
+    for SOAP's lists ``GG`` and ``Q``. An axis without a matrix may have a placeholder, such as None.
 
     Args:
         where_cut: Assumption about cut parameters. "equal": the optimizer preconditions whole parameters, so that all
-            shards have the same state, which is stored once. "own": each shard preconditions its own piece, and its
-            state loads only for the same pieces. "refuse": an error.
+            shards have the same state, which is stored once. "own": each shard is preconditioned separately, and its
+            state can be loaded only with the same cuts. "refuse": an error.
 
     Examples:
         >>> import torch
@@ -100,14 +100,14 @@ def on_mesh(
     *,
     shape: Callable[[ShardedParam], Sequence[int]] | None = None,
 ) -> OptimizerRule:
-    """Return the rule for states that are cut on a mesh by their own spec, whatever the parameter's layout.
+    """Return the rule for states that have a layout of their own, given by a mesh and a spec.
 
     Args:
         mesh: Mesh of the ranks.
-        spec: Partition of a state on the mesh.
+        spec: Partition spec of the state, whatever the parameter's layout.
         rank: This rank, which must be on the mesh.
-        shape: Function from the parameter to the whole state's shape, which a save needs if the parts of the state
-            differ in size.
+        shape: Function from the parameter to the shape of the whole state. A save needs it if the ranks' parts of the
+            state differ in size.
 
     Examples:
         >>> import torch
@@ -137,18 +137,19 @@ def on_mesh(
 
 
 def block_scales(block_size: int) -> OptimizerRule:
-    """Return the rule for states with a value for each block of a parameter's row-major elements, as 8-bit states have.
+    """Return the rule for states with one value per block of consecutive elements, such as the scales of 8-bit states.
 
-    Optimizers count blocks from each rank's first element. If each rank's elements are consecutive in the parameter,
-    and begin and end at block boundaries, these blocks are also blocks of the whole parameter, and can be loaded in
-    another layout.
+    Elements are counted in row-major order. Optimizers count blocks from each rank's first element. If each rank's
+    elements are consecutive in the parameter, and begin and end at block boundaries, these blocks are also blocks of
+    the whole parameter, and the state can be loaded in another layout.
 
     Args:
         block_size: Number of elements in a block.
 
     Raises:
-        TreeError: The parameter is a factory, its elements aren't consecutive, or blocks span ranks.
-        ShapeError: The number of values differs from the number of blocks.
+        TreeError: The block size isn't a positive integer. When the rule is applied: the parameter is a factory, its
+            elements aren't consecutive, or a block spans ranks.
+        ShapeError: When the rule is applied: the number of values differs from the number of blocks.
 
     Examples:
         >>> import torch
@@ -184,7 +185,13 @@ def block_scales(block_size: int) -> OptimizerRule:
 
 
 def _are_consecutive(shard: ShardedTensor, begin: int, count: int) -> bool:
-    """Return whether a shard's elements are consecutive in the tensor, as the index of the last one shows."""
+    """Return whether a shard's elements are consecutive in the row-major global tensor.
+
+    Args:
+        shard: A box or a flat range of a box.
+        begin: Row-major index of the shard's first element.
+        count: Number of the shard's elements.
+    """
     flat = shard.flattened_range or slice(0, count)
     last = replace(shard, data=None, flattened_range=slice(flat.stop - 1, flat.stop))
     return first_element(last) == begin + count - 1

@@ -1,4 +1,4 @@
-"""An optimizer's state dict: its parts by ids or by names, checks of its form, and the parameter of each id."""
+"""An optimizer's state dict: its states and groups, checks of its form, and the parameter that belongs to each id."""
 
 from __future__ import annotations
 
@@ -114,7 +114,14 @@ def _not_a(part: str, doing: str, found: str | None, expected: str, wrong: Seque
 
 
 def check_dict(doing: str, name: str, value: object, expected: str, kinds: Any = object) -> None:
-    """Raise an error unless an argument is a dict, with values of some types.
+    """Raise an error unless an argument is a dict whose values have the right type.
+
+    Args:
+        doing: Name of the operation in error messages.
+        name: Name of the argument in error messages.
+        value: The argument.
+        expected: Text that describes a valid argument.
+        kinds: Type, or types, of valid values.
 
     Raises:
         TreeError: The argument isn't a dict, or has values of other types; the error names each of these.
@@ -162,7 +169,7 @@ def check_param(doing: str, param: object) -> None:
 
 
 def excluded(doing: str, exclude_keys: object) -> set[Any]:
-    """Return the state keys to leave out; a single text is one key.
+    """Return the state keys to leave out as a set; a single string is one key.
 
     Raises:
         TreeError: The argument isn't iterable.
@@ -187,17 +194,17 @@ def excluded(doing: str, exclude_keys: object) -> set[Any]:
 def get_param_id_to_sharded_param_map(
     model_sharded_state_dict: ShardedStateDict, optim_params_iter: Iterable[torch.Tensor] | torch.optim.Optimizer
 ) -> dict[int, ShardedParam]:
-    """Return the sharded parameter of each id of an optimizer.
+    """Return the sharded parameters of a model by the optimizer's ids.
 
-    A shard belongs to a parameter if its data is the very same object; shapes, names and memory don't count. If a
-    parameter is tied, so that one tensor has several keys, the alphabetically first key counts, the same on every rank.
+    A shard belongs to a parameter if its data is the very same Python object; shapes, names and memory don't count. If
+    a parameter is tied, so that one tensor has several keys, the alphabetically first key is used, on every rank.
 
     Args:
         model_sharded_state_dict: Shards and factories of the model, in any structure.
-        optim_params_iter: The optimizer, whose own order counts; or its parameters in exactly that order.
+        optim_params_iter: The optimizer, or its parameters in the order of its groups.
 
     Returns:
-        Shards and factories by id. A parameter that the tree lacks is absent.
+        Shards and factories by id. Parameters that aren't in the tree are left out.
 
     Raises:
         TreeError: None of the optimizer's parameters is in the tree, some aren't tensors, or some are DTensors.
@@ -236,15 +243,15 @@ def get_param_id_to_name_map(
     named_parameters: Iterable[tuple[str, torch.Tensor]],
     optim_params_iter: Iterable[torch.Tensor] | torch.optim.Optimizer,
 ) -> dict[int, str]:
-    """Return the parameter's name for each id of an optimizer.
+    """Return the names of a model's parameters by the optimizer's ids.
 
     Args:
-        named_parameters: Result of `model.named_parameters()`. If one tensor has several names, the first counts.
-        optim_params_iter: The optimizer, or its parameters in its own order.
+        named_parameters: Result of `model.named_parameters()`. If one tensor has several names, the first is used.
+        optim_params_iter: The optimizer, or its parameters in the order of its groups.
 
     Raises:
-        TreeError: Some of the optimizer's parameters have no name, and the error lists them; or `named_parameters`
-            isn't pairs of names and parameters.
+        TreeError: Some of the optimizer's parameters have no name, some items of `named_parameters` aren't pairs of a
+            name and a parameter, or some parameters aren't tensors or are DTensors; the error lists them.
 
     Examples:
         >>> model = torch.nn.Linear(2, 3)
@@ -266,13 +273,13 @@ def get_param_id_to_name_map(
 
 
 def sharded_params_by_name(model_sharded_state_dict: ShardedStateDict) -> dict[str, ShardedParam]:
-    """Return a model's shards and factories by their names: their paths in the tree, joined by dots.
+    """Return a model's shards and factories by name, which is the path in the tree, joined by dots.
 
     Args:
-        model_sharded_state_dict: The model's own tree, as ``{"decoder.weight": shard}`` or nested.
+        model_sharded_state_dict: Sharded tree of the model, flat as in ``{"decoder.weight": shard}`` or nested.
 
     Raises:
-        TreeError: Two paths make one name.
+        TreeError: Two paths give the same name.
 
     Examples:
         >>> shard = ShardedTensor.from_rank_offsets("w", torch.zeros(2))
@@ -284,18 +291,18 @@ def sharded_params_by_name(model_sharded_state_dict: ShardedStateDict) -> dict[s
     if len(by_name) < len(pairs):
         names = [name for name, _ in pairs]
         twice = [repr(name) for name in by_name if names.count(name) > 1]
-        raise TreeError(error_text("sharded_params_by_name: two paths make one name", offenders=twice))
+        raise TreeError(error_text("sharded_params_by_name: two paths give the same name", offenders=twice))
     return by_name
 
 
 def _pairs(doing: str, named_parameters: Any) -> list[tuple[str, torch.Tensor]]:
-    """Return pairs of names and parameters."""
+    """Return (name, parameter) pairs as a list, after checking that all of them are such pairs."""
     items = named_parameters.items() if isinstance(named_parameters, Mapping) else named_parameters
     pairs = list(items) if isinstance(items, Iterable) and not isinstance(items, torch.Tensor) else [items]
     wrong = [f"item {place}: {type(pair).__name__}" for place, pair in enumerate(pairs) if not _is_pair(pair)]
     if wrong:
         fix = "Pass `model.named_parameters()`."
-        raise TreeError(error_text(f"{doing}: items that aren't (name, parameter)", offenders=wrong, fix=fix))
+        raise TreeError(error_text(f"{doing}: items that aren't (name, parameter) pairs", offenders=wrong, fix=fix))
     return pairs
 
 
@@ -308,7 +315,7 @@ def _is_param(leaf: Any) -> bool:
 
 
 def _numbers(params: Iterable[torch.Tensor]) -> dict[int, int]:
-    """Return the first position of each parameter, by the parameter's Python id."""
+    """Return each parameter's first position in the optimizer's order, by `id(parameter)`."""
     numbers: dict[int, int] = {}
     for number, param in enumerate(params):
         numbers.setdefault(id(param), number)
@@ -316,7 +323,7 @@ def _numbers(params: Iterable[torch.Tensor]) -> dict[int, int]:
 
 
 def _params_in_order(doing: str, optim_params_iter: Any) -> list[torch.Tensor]:
-    """Return an optimizer's parameters in its order."""
+    """Return an optimizer's parameters in the order of its groups, after checking that they are local tensors."""
     groups = getattr(optim_params_iter, "param_groups", None)
     # Ids are positions in the optimizer's groups. `model.parameters()` has that order only with a single group.
     items = optim_params_iter if groups is None else [param for group in groups for param in group["params"]]

@@ -1,4 +1,4 @@
-"""draw: the picture of a value, which prints in a terminal, shows in a notebook, and can be saved."""
+"""draw: the picture of a value, to print in a terminal, show in a notebook, or save to a file."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _SHOWN = 6  # of an open checkpoint's tensors
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Drawing:
-    """A picture that prints as text as wide as the terminal, and that notebooks show as SVG.
+    """A picture that prints as text in the terminal's width and appears as SVG in notebooks.
 
     Attributes:
         picture: The picture itself, an immutable value.
@@ -98,27 +98,27 @@ def _terminal_width() -> int:
 def draw(value: Any, of: Any = None, *, shape: Sequence[int] | None = None) -> Drawing:
     """Return the picture of a layout, mesh, lens, trace, plan, series or open checkpoint.
 
-    It prints as text, notebooks show it, and ``.save("x.svg")`` writes it.
+    The picture prints as text, notebooks show it, and ``.save("x.svg")`` writes it.
 
     - Ranks' trees, or columns such as `layout_of` returns: which rank holds which part, with holes and overlaps in red.
       `of` is a tensor's key.
-    - A mesh: its ranks; with a spec as `of`, which rank holds which piece of a tensor of that `shape`.
-    - A shard, or one rank's tree: its place in the global tensors.
-    - An open checkpoint, or a tensor of it: which file holds which part. `of` is a tensor's key.
-    - A lens: where each row of the local tensors is stored. `of` is a shard, or one shard for each rank.
+    - A mesh: its ranks. With a spec as `of`: also which rank holds which part of a tensor with the shape `shape`.
+    - A shard, or one rank's tree: the position of shards in their global tensors.
+    - An open checkpoint, or one of its tensors: which file holds which part. `of` is a tensor's key.
+    - A lens: where each row of the local tensors is stored. `of` is a shard, or a list with one shard per rank.
     - A factory: where each row of its tensor is stored.
-    - A trace: the source rows of each output row. `of` is an output.
-    - A reshard plan: the traffic between ranks, and the layouts of the tensor `of` before and after. Its schedule: the
-      bytes of each step.
-    - A series, or its steps, over time; with a retention policy as `of`, which steps it keeps.
+    - A trace: the source rows of each output row. `of` is the name of an output.
+    - A reshard plan: the traffic between ranks, and one tensor's layouts before and after. `of` is the tensor's key.
+    - The schedule of a reshard plan: the bytes that move in each step.
+    - A series, or a list of its steps, over time. With a retention policy as `of`: also which steps it keeps.
 
     Only metadata is read: the index of an open checkpoint, the listing of a series. If a series has a world of
     several ranks, all of them must call this function.
 
     Args:
         value: The value to draw.
-        of: A part of the value, or a companion of it, as listed above.
-        shape: Shape of the tensor that a spec cuts; by default, the smallest one that has all pieces.
+        of: Second value for the picture, or the name of the part to draw, as listed above.
+        shape: Shape of the tensor that a spec cuts; by default, the smallest one that is cut into all parts.
 
     Raises:
         TreeError: There is no picture of a value of this type.
@@ -145,7 +145,7 @@ _DRAWN = (Mesh, ShardedTensor, ShardColumns, StoredLayout, ReshardPlan, Schedule
 
 
 def html_of(value: Any) -> str:
-    """Return the notebook's HTML of a value: its picture, or at most a screen of its text.
+    """Return a value's HTML for notebooks: its picture or, if it has none, the first lines of its text.
 
     Examples:
         >>> html_of("1 < 2")

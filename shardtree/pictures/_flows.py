@@ -30,7 +30,7 @@ def lens_picture(lens: Lens, shards: Sequence[ShardedTensor]) -> Picture:
 
     Args:
         lens: The lens from local to stored tensors.
-        shards: Shards with or without data, beginning with rank 0's.
+        shards: Shards with or without data, one per rank, in the order of ranks.
 
     Raises:
         ShapeError: There is no shard, or one has more than four million elements.
@@ -94,9 +94,10 @@ class _RankTensor:
     Attributes:
         name: Name of the rank.
         shape: Shape of the local tensor.
-        shards: The shards that are stored.
+        shards: The shards that the lens stores.
         shard: Index into `shards` for each element, -1 for an element that isn't stored, int64 (elements,).
-        place: Global index of each element, right-aligned, int64 (elements, axes).
+        place: Index of each element in its stored tensor, int64 (elements, axes). If the tensor has fewer axes, zeros
+            come first.
     """
 
     name: str
@@ -109,7 +110,7 @@ class _RankTensor:
 def _rank_tensor(
     name: str, shape: tuple[int, ...], build: Callable[[torch.Tensor], Sequence[ShardedTensor]]
 ) -> _RankTensor:
-    """Return the stored location of each element, traced by numbering elements and looking at the lens's output."""
+    """Return a rank's tensor with each element's stored location, found by passing numbered elements to the lens."""
     count = prod(shape)
     if count > _MOST_ELEMENTS:
         more, fix = f"{count:,} elements", "Draw it with a smaller tensor."
@@ -129,14 +130,14 @@ def _rank_tensor(
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Consecutive rows that stay together.
+    """Consecutive rows of a block that are consecutive on the right side, too, or that have no counterpart there.
 
     Attributes:
         block: Index of the block on the left.
         start: First row in the block.
         rows: Number of rows.
-        target: The key, the axis, and the position along the other axes; None for rows without a counterpart.
-        to_start: First row in the target.
+        target: (key, axis, position along the other axes) of a tensor on the right; None without a counterpart.
+        to_start: First index along the target's axis.
         what: For rows without a counterpart, the reason; for others, the computation in between, if any.
     """
 
@@ -174,7 +175,7 @@ def _flow_picture(
         title: The picture's title.
         headings: Headings above the left and the right side.
         blocks: Blocks on the left side.
-        runs: Runs of the blocks' rows.
+        runs: Runs of the blocks' rows, each drawn as a stream.
         shapes: Shapes of the tensors on the right side, by key.
         caption: Text below the picture.
     """
@@ -209,7 +210,7 @@ def _stream(
 
 
 def _name(target: tuple[str, int, tuple[Any, ...]], shapes: dict[str, tuple[int, ...]], *, is_one: bool) -> str:
-    """Return a stored tensor's name, with the position of its rows if they don't lie along axis 0."""
+    """Return a target's name: its key, with an index if the rows aren't whole rows along axis 0."""
     key, axis, others = target
     free = iter(":" if is_one and isinstance(each, int) else str(each) for each in others)
     axes = ["rows" if each == axis else next(free) for each in range(len(shapes[key]))]
@@ -217,14 +218,14 @@ def _name(target: tuple[str, int, tuple[Any, ...]], shapes: dict[str, tuple[int,
 
 
 def _with_rows(name: str, span: str, apart: str = "") -> str:
-    """Return a block's name with a run's rows inserted."""
+    """Return a block's name with a range of rows: in place of the word "rows" in its index, or else appended."""
     head, bracket, place = name.rpartition("[")
     has_place = bracket and "rows" in place.rstrip("]").split(", ")
     return printable(f"{head}[{place.replace('rows', span)}" if has_place else f"{name}{apart}[{span}]")
 
 
 def _runs(number: int, tensor: _RankTensor, axis: int) -> Iterator[_Run]:
-    """Yield the runs of a rank's rows along an axis, by the first element of each row."""
+    """Yield the runs of a rank's tensor, block `number`, along an axis; each row's first element stands for the row."""
     if not prod(tensor.shape):
         return
     stride = prod(tensor.shape[axis + 1 :])
@@ -255,7 +256,7 @@ _MOST_RUNS = 256
 
 
 class _Span(NamedTuple):
-    """Indices along an axis."""
+    """A range of indices along an axis of length `size`."""
 
     low: int
     high: int
@@ -268,7 +269,7 @@ class _Span(NamedTuple):
 
 
 def trace_picture(trace: Trace, of: str | None = None) -> Picture:
-    """Return the picture of a trace: the source rows of output rows, along the axis that is cut most.
+    """Return the picture of a trace: the source rows of each output's rows.
 
     Args:
         trace: The trace to draw.
@@ -321,7 +322,7 @@ _Row = tuple[tuple[_Span, ...], _Run]
 
 
 def _along_best_axis(trace: Trace, name: str) -> tuple[int, list[_Row]]:
-    """Return the axis along which an output is cut into the longest runs of rows, and the runs."""
+    """Return the axis along which an output's runs of rows are longest on average, among cut axes, and these runs."""
     moves, shape = trace.moves[name], trace.outputs[name].shape or (1,)
     missing = coverage(moves, prod(shape))[0] if moves.numel < prod(shape) else []
     parts = [(move, shape, "is never written") for move in missing]
@@ -344,7 +345,7 @@ def _along_best_axis(trace: Trace, name: str) -> tuple[int, list[_Row]]:
 
 
 def _from_sources(move: Move, through: str = "") -> Iterator[tuple[Move, str]]:
-    """Yield a move's source moves with the computation in between; a computed value follows its first operand."""
+    """Yield the source moves of a move, each with a text of the computation; of operands, only one is followed."""
     what = "".join(f".{step}" for step in move.via) + through
     operation = move.root if isinstance(move.root, Computed) else None
     operand = next((each for each in operation.tensors if not each.alone), None) if operation else None
@@ -356,7 +357,7 @@ def _from_sources(move: Move, through: str = "") -> Iterator[tuple[Move, str]]:
 
 
 def _rows(move: Move, shape: tuple[int, ...], root: tuple[int, ...], axis: int, what: str) -> Iterator[_Row]:
-    """Yield the runs of a move's rows along an axis of an output."""
+    """Yield a move's runs of rows along an axis of an output, each with its position along the other axes."""
     into, there = dense(shape).stride, dense(root).stride
     loops = factored(move, shape, root)
     along = [loop for loop in loops if axis_of(loop[1], shape) == axis]
@@ -384,7 +385,7 @@ def _places(to: int, at: int, loops: Sequence[Loop]) -> Iterator[tuple[int, int]
 
 
 def _spans(place: int, loops: Sequence[tuple[int, int]], shape: tuple[int, ...]) -> list[_Span]:
-    """Return the interval along each axis that loops from a position cover."""
+    """Return the range of indices along each axis that (count, stride) loops cover from a row-major position."""
     spans = []
     for axis, (stride, size) in enumerate(zip(dense(shape).stride, shape, strict=True)):
         low = place // stride % size if size else 0

@@ -1,4 +1,4 @@
-"""Pictures of layouts: which ranks hold which part of a tensor, also by mesh and spec, and which file stores it."""
+"""Pictures of layouts: which ranks hold which part of a tensor, which ranks a mesh has, and which file stores what."""
 
 from __future__ import annotations
 
@@ -38,11 +38,13 @@ _MOST_FILES = 12
 
 
 def layout_picture(columns: ShardColumns, key: str | None = None) -> Picture:
-    """Return the picture of a tensor's layout across ranks; holes and overlaps of main replicas are shown as faults.
+    """Return the picture of a tensor's layout across ranks.
+
+    Elements without a main replica, and elements with several, are shown as faults.
 
     Args:
         columns: The shards of all ranks.
-        key: Key of the tensor; None for all tensors, those with faults first, then by size.
+        key: Key of the tensor; None for several tensors: those with faults first, then the largest.
 
     Raises:
         KeyMismatch: There is no such tensor.
@@ -124,10 +126,10 @@ def _file_bars(layout: StoredLayout) -> Bars:
 
 
 def checked_key(keys: Sequence[str], key: object) -> str:
-    """Return the key if it is one of the keys.
+    """Return a tensor's key after checking that the tensor exists.
 
     Raises:
-        KeyMismatch: The key is unknown.
+        KeyMismatch: There is no such tensor.
     """
     if isinstance(key, str) and key in keys:
         return key
@@ -154,7 +156,7 @@ def _tensor_picture(columns: ShardColumns, key: str, holders: HolderNames, *, wi
 
 
 def _overview(columns: ShardColumns, holders: HolderNames, noun: str) -> Picture:
-    """Return the picture of several small tensors, those with faults first, then by size."""
+    """Return the picture of several tensors, each drawn small: those with faults first, then the largest."""
     faulty = set(np.unique(sharding_faults(select_rows(columns, np.flatnonzero(columns.main))).key).tolist())
     length = [np.prod(kind.global_shape, dtype=np.float64) for kind in columns.kinds]
     order = sorted(range(len(length)), key=lambda number: (number not in faulty, -length[number], number))
@@ -164,7 +166,14 @@ def _overview(columns: ShardColumns, holders: HolderNames, noun: str) -> Picture
 
 
 def _small_planes(counts: str, columns: ShardColumns, order: Sequence[int], holders: HolderNames) -> Picture:
-    """Return the picture of the first tensors in an order, each drawn small."""
+    """Return the picture of the first few tensors, each drawn small.
+
+    Args:
+        counts: Beginning of the title, such as "2 tensors on 4 ranks".
+        columns: Shards of all tensors.
+        order: Indices of all tensors, in the order in which they are drawn.
+        holders: Names for ranks or files.
+    """
     is_one_rank = holders.absent is ELSEWHERE
     keys = [columns.keys[number] for number in order[:_MOST_TENSORS]]
     most = MOST_REGIONS // _MOST_TENSORS
@@ -183,7 +192,7 @@ def _small_planes(counts: str, columns: ShardColumns, order: Sequence[int], hold
 
 
 def _cut(columns: ShardColumns, number: int) -> str:
-    """Return a tensor's cut in a few words: its pieces, and the copies of each."""
+    """Return the number of a tensor's distinct shards and of replicas of each, such as "2 pieces, 4 copies of each"."""
     own = select_rows(columns, np.flatnonzero(columns.key == number))
     rows = np.column_stack([own.offset, own.shape, own.start, own.stop])[own.elements > 0]
     _, copies = np.unique(rows, axis=0, return_counts=True)
@@ -197,7 +206,7 @@ def _cut(columns: ShardColumns, number: int) -> str:
 
 
 def tree_picture(columns: ShardColumns) -> Picture:
-    """Return the picture of one rank's tree: its largest tensors, each with the places of its shards.
+    """Return the picture of one rank's tree: its largest tensors, each with the positions of its shards.
 
     Examples:
         >>> import torch
@@ -220,12 +229,12 @@ _MIXED = Entry("kept", "ranks that hold different pieces", "#")
 
 
 def mesh_picture(mesh: Mesh, spec: PartitionSpec | None = None, shape: Sequence[int] | None = None) -> Picture:
-    """Return the picture of a mesh's ranks; with a spec, also of the ranks that hold each piece of a tensor.
+    """Return the picture of a mesh's ranks; with a spec, also of a tensor and the ranks that hold each part of it.
 
     Args:
         mesh: The mesh.
         spec: The spec that cuts the tensor.
-        shape: Shape of the tensor; by default, one element for each piece along each axis.
+        shape: Shape of the tensor; by default, the smallest shape that the spec cuts into all parts.
 
     Raises:
         MetadataError: The spec doesn't fit the mesh or the shape.
@@ -263,7 +272,7 @@ def _in_rows(planes: Sequence[Plane], most: int = 4) -> tuple[tuple[Plane, ...],
 
 
 def _pieces(mesh: Mesh, spec: PartitionSpec) -> tuple[int, ...]:
-    """Return the smallest shape, with at least two axes, that the spec cuts into its full number of pieces."""
+    """Return the smallest shape of a tensor that the spec cuts into all parts: one element each, at least two axes."""
     sizes = [
         prod(mesh.shape.get(split.axis, 1) * split.split_factor for split in splits(entry)) for entry in spec.entries
     ]
@@ -271,7 +280,7 @@ def _pieces(mesh: Mesh, spec: PartitionSpec) -> tuple[int, ...]:
 
 
 def _leads(columns: ShardColumns) -> dict[int, int]:
-    """Return the first holder of each rank's piece, by rank."""
+    """Return, by rank, the first rank that holds the main replica of the same box."""
     boxes = np.concatenate([columns.offset, columns.shape], axis=1)
     _, number = np.unique(boxes, axis=0, return_inverse=True)
     first = np.full(len(boxes), np.iinfo(np.int64).max)
@@ -285,7 +294,14 @@ def _left_out(mesh: Mesh) -> tuple[str, ...]:
 
 
 def _grids(mesh: Mesh, lead: dict[int, int], tones: dict[int, str], most: int) -> list[Plane]:
-    """Return a plane of ranks for each index along the mesh's axes except the last two."""
+    """Return planes of a mesh's ranks, one for each index along all axes except the last two.
+
+    Args:
+        mesh: The mesh.
+        lead: First rank that holds the same box, by rank. Ranks with the same first rank look alike.
+        tones: Tone for each such first rank.
+        most: Upper bound on the regions of all planes.
+    """
     *outer, (down, rows), (across, columns) = [("", 1), ("", 1), *mesh.axes][-max(len(mesh.axes), 2) :]
     ranks = np.array(mesh.ranks, dtype=np.int64).reshape([*(size for _, size in outer), rows, columns])
     steps = list(islice(product(*(range(size) for _, size in outer)), _MOST_GRIDS))

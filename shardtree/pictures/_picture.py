@@ -1,4 +1,4 @@
-"""Picture: what is drawn, as an immutable value without a size in pixels or characters; renderers give it one."""
+"""Picture: an immutable description of a drawing, without a size in pixels or characters; renderers choose the size."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 Tone: TypeAlias = str
-"""How an area is filled: "t0" to "t7" tell neighbours apart, "h1" to "h8" are amounts, and the rest says what is there:
-"hole", "overlap", "kept", "goes", "none"."""
+"""Fill of an area: "t0" to "t7" distinguish neighbours, "h1" to "h8" show amounts, and five others have a meaning of
+their own: "hole", "overlap", "kept", "goes", "none"."""
 
 TONES = 8
-"""How many tones tell neighbours apart, and how many steps an amount has."""
+"""Number of tones that distinguish neighbours, and of tones that show amounts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +40,11 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Plane:
-    """Cells that lie side by side: a tensor cut into pieces, ranks on a mesh, or the traffic between ranks.
+    """A rectangle made of cells: a tensor and its shards, ranks on a mesh, or the traffic between ranks.
 
     Attributes:
         heading: Text above the plane.
-        cells: Cells, none of which overlap.
+        cells: Cells, which don't overlap.
         columns: Largest number of cells side by side.
         rows: Largest number of cells above each other.
         aspect: The plane's height, as a multiple of its width.
@@ -166,13 +166,13 @@ class Flow:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """An event on a line, such as a save.
+    """An event on a line, such as the save of a step.
 
     Attributes:
         at: Position on the line, as a fraction of its length.
         name: Text below the line.
-        height: Height of the measured value, as a fraction; None if nothing was measured.
-        tone: Name of the fill colour; "goes" is hollow.
+        height: Measured value, such as a metric, as a fraction of the line's height; None if nothing was measured.
+        tone: Name of the fill colour; "goes" draws a hollow mark.
         title: The full text, shown on hover.
         is_pinned: Whether the moment is marked as pinned.
     """
@@ -187,12 +187,12 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Moments in order, on a line.
+    """Moments on a line, with a measured value as height.
 
     Attributes:
         heading: Text above the line.
         moments: Moments from left to right.
-        measure: Meaning of the heights, from bottom to top; empty if moments have none.
+        measure: Name and range of the measured value, such as "loss: 0.1 to 2"; empty without one.
         caption: Text below the line.
     """
 
@@ -229,8 +229,8 @@ class Picture:
         title: Text above all panels.
         rows: Rows of panels; a renderer may put panels of a row below each other.
         notes: Sentences below the panels, such as what was left out.
-        legend: Meanings of tones that cells don't explain themselves.
-        is_step: Whether an arrow leads from each panel of a row to the next.
+        legend: Meanings of tones that the cells' own texts don't explain.
+        is_step: Whether arrows lead from each panel of the first row to the next one.
     """
 
     title: str

@@ -26,8 +26,8 @@ def plan_picture(plan: ReshardPlan, key: str | None = None) -> Picture:
 
     Args:
         plan: The plan to draw.
-        key: Key of the tensor whose layouts are shown, or another name that `plan.explain` takes; by default, that of
-            the tensor with the most bytes to move.
+        key: Key of the tensor whose layouts are shown, or another name that `plan.explain` takes; by default, the
+            tensor with the most bytes to move.
 
     Raises:
         KeyMismatch: The target has no such tensor.
@@ -67,13 +67,13 @@ def plan_picture(plan: ReshardPlan, key: str | None = None) -> Picture:
 
 
 def _keys(plan: ReshardPlan, name: str) -> tuple[str, ...]:
-    """Return the keys of a plan's tensors with a name; several if a factory stores one tensor as several."""
+    """Return the keys of the stored tensors that a name stands for; a factory may store one tensor as several."""
     names = {**plan.names, **{key: (key,) for key in plan.target.keys}}
     return names[checked_key(tuple(names), name)]
 
 
 def _layouts(plan: ReshardPlan, key: str) -> tuple[Plane, ...]:
-    """Return a tensor's planes before and after, with one tone for each rank on both sides."""
+    """Return the planes of a tensor's layouts before and after the plan; a rank has the same tone in both."""
     sides = [
         tensor_sheets(columns, key, most=_MOST_REGIONS) if key in columns.keys else []
         for columns in (plan.source, plan.target)
@@ -89,7 +89,7 @@ def _layouts(plan: ReshardPlan, key: str) -> tuple[Plane, ...]:
 
 
 def _links(plan: ReshardPlan) -> Plane:
-    """Return the heat map of the traffic between ranks; ranks that share a row are consecutive."""
+    """Return the heat map of the traffic between ranks; many ranks are merged into groups of consecutive ranks."""
     ranks = np.array(plan.ranks, dtype=np.int64)
     groups = group_count(max(ranks.size, 1), _MOST_RANKS)
     moves = plan.transfers
@@ -124,7 +124,7 @@ def _heat_cells(traffic: Column, stays: Column, names: list[Column]) -> tuple[Ce
 
 
 def schedule_picture(schedule: Schedule) -> Picture:
-    """Return the picture of a schedule: the bytes that move in each step, and those of the busiest rank.
+    """Return the picture of a schedule: the bytes that move in each step, and the most that a rank has in flight.
 
     Examples:
         >>> from shardtree.mapping import ShardedTensor

@@ -1,4 +1,4 @@
-"""Regions: a plane of boxes, cut into rectangles that each have one set of boxes; small ones are merged."""
+"""Regions: rectangles that tile a plane, so that the same boxes lie in all of a rectangle; small ones are merged."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _MERGED_BANDS, _MERGED_SQUARE = 32, 10
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlaneRegion:
-    """A rectangle of a plane.
+    """A rectangle of a plane, counted in the plane's bands.
 
     Attributes:
-        rows: Range (first, stop) of the plane's horizontal bands.
-        columns: Range (first, stop) of the plane's vertical bands.
+        rows: Range (first, stop) of horizontal bands.
+        columns: Range (first, stop) of vertical bands.
         boxes: Indices of all boxes that have elements in the region, ascending, int64 (boxes,).
     """
 
@@ -32,13 +32,13 @@ class PlaneRegion:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlaneRegions:
-    """Regions that tile a plane.
+    """A plane that is cut into horizontal and vertical bands, and the regions that they make up.
 
     Attributes:
         row_edges: Edges of the horizontal bands, in elements, int64 (bands + 1,).
         column_edges: Edges of the vertical bands, in elements, int64 (bands + 1,).
         regions: Regions in row-major order.
-        is_merged: Whether some regions contain several boxes side by side.
+        is_merged: Whether bands are coarser than the boxes' edges, so that a region may contain several small boxes.
     """
 
     row_edges: Column
@@ -47,20 +47,20 @@ class PlaneRegions:
     is_merged: bool
 
     def place(self, region: PlaneRegion) -> tuple[slice, slice]:
-        """Return the elements of a region, as a slice of each axis."""
+        """Return a region's rectangle in elements, as a slice of rows and a slice of columns."""
         (top, bottom), (left, right) = region.rows, region.columns
         row, column = self.row_edges.tolist(), self.column_edges.tolist()
         return slice(row[top], row[bottom]), slice(column[left], column[right])
 
 
 def regions_of(begin: Column, end: Column, extent: tuple[int, int], edges: Column, most: int) -> PlaneRegions:
-    """Return a plane's regions: cut as the boxes are, or coarser where there would be too many.
+    """Return a plane cut into regions along the edges of boxes, or more coarsely if there would be too many regions.
 
     Args:
         begin: First index of each box, int64 (boxes, 2).
         end: Stop index of each box, int64 (boxes, 2).
         extent: Size of the plane, in elements; at least 1 along both axes.
-        edges: Corners (pairs of indices) that remain edges in a coarse plane, int64 (places, 2).
+        edges: Pairs of a row and a column at which even a coarse plane is cut, int64 (pairs, 2).
         most: Approximate upper bound on the number of regions.
 
     Examples:
@@ -94,7 +94,13 @@ def regions_of(begin: Column, end: Column, extent: tuple[int, int], edges: Colum
 
 
 def _bands(rows: int, columns: int, most: int) -> tuple[int, int]:
-    """Return the numbers of bands along both axes."""
+    """Return the numbers of horizontal and vertical bands after merging.
+
+    Args:
+        rows: Number of horizontal bands before merging.
+        columns: Number of vertical bands before merging.
+        most: Approximate upper bound on the number of regions.
+    """
     if rows <= MOST_BANDS and columns <= MOST_BANDS and rows * columns <= most:
         return rows, columns
     # A long axis gets more bands if the other axis is short.
@@ -103,20 +109,32 @@ def _bands(rows: int, columns: int, most: int) -> tuple[int, int]:
 
 
 def group_count(count: int, most: int) -> int:
-    """Return the number of groups, at most `most`, for so many items; groups of equal size where possible."""
+    """Return the number of groups, at most `most`, into which items are divided; of equal size if possible."""
     if count <= most:
         return count
     return next((groups for groups in range(most, most // 2, -1) if count % groups == 0), most)
 
 
 def _coarser(places: Column, count: int, edges: Column) -> Column:
-    """Return evenly chosen edges, together with those that must stay."""
+    """Return the edges of merged bands.
+
+    Args:
+        places: Edges before merging.
+        count: Number of merged bands, not counting those made by `edges`.
+        edges: Edges that must stay; at most the first 48 do.
+    """
     some = places[np.linspace(0, places.size - 1, count + 1).round().astype(np.int64)]
     return distinct(np.concatenate([some, np.clip(edges[:MOST_BANDS], 0, places[-1])]))
 
 
 def _names_of_sets(spans: Column, rows: int, columns: int) -> np.ndarray:
-    """Return a number for each cell, equal where the same boxes have elements in it, uint64 (rows, columns)."""
+    """Return a number for the set of boxes in each cell, which is a crossing of two bands, uint64 (rows, columns).
+
+    Args:
+        spans: First and stop of the horizontal bands, and of the vertical bands, that each box meets, int64 (4, boxes).
+        rows: Number of horizontal bands.
+        columns: Number of vertical bands.
+    """
     # Sums of random numbers, taken at the corners: lists of boxes for each cell would be far larger.
     weight = np.random.Generator(np.random.PCG64(0)).integers(1, 2**63, size=spans.shape[1], dtype=np.uint64)
     total = np.zeros((rows + 1, columns + 1), dtype=np.uint64)
@@ -126,7 +144,7 @@ def _names_of_sets(spans: Column, rows: int, columns: int) -> np.ndarray:
 
 
 def _rectangles(names: np.ndarray) -> list[tuple[int, int, int, int]]:
-    """Return the rectangles of equal cells: runs of a row, merged with equal runs below them."""
+    """Return rectangles of cells with equal numbers, as (top, bottom, left, right): runs of a row, merged downwards."""
     open_runs: dict[tuple[int, int], list[int]] = {}
     rectangles: list[tuple[int, int, int, int]] = []
     for row, line in enumerate(names.tolist()):
@@ -141,11 +159,11 @@ def _rectangles(names: np.ndarray) -> list[tuple[int, int, int, int]]:
 
 
 def places(edges: Column, least: float) -> tuple[float, ...]:
-    """Return the positions of edges, from 0 to 1: to scale, except that every band is at least `least` thick.
+    """Return the positions of bands' edges in a drawing, from 0 to 1: to scale, but thin bands are drawn thicker.
 
     Args:
         edges: Edges of the bands, ascending, int64 (bands + 1,).
-        least: Smallest thickness of a band, as a fraction of the whole.
+        least: Approximate smallest thickness of a band, as a fraction of the whole.
 
     Examples:
         >>> places(np.array([0, 50, 100]), 0.1), [round(each, 3) for each in places(np.array([0, 1, 1000]), 0.1)]

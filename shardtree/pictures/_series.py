@@ -14,11 +14,11 @@ _MOST = 200
 
 
 def series_picture(steps: Sequence[SavedStep], policy: Choose | None = None) -> Picture:
-    """Return the picture of a series' steps, by number; with a policy, also of which steps it keeps.
+    """Return the picture of a series: its steps on a line by number, with a metric as height.
 
     Args:
         steps: The series' steps.
-        policy: The retention policy; None keeps all steps.
+        policy: Retention policy, whose choice is shown; None keeps all steps.
 
     Examples:
         >>> from shardtree.retention import keep_last
@@ -87,7 +87,7 @@ def _title(step: SavedStep, *, stays: bool) -> str:
 
 
 def moment_text(seconds: float) -> str:
-    """Return a time since 1970 as text, in UTC; empty for a time outside the calendar, which a file may contain.
+    """Return a time in seconds since 1970 as text, in UTC; empty if it is outside the calendar.
 
     Examples:
         >>> moment_text(0), moment_text(1e300)

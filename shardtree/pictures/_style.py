@@ -106,7 +106,7 @@ _LONGEST = 48
 
 
 def rank_words(ranks: Column) -> str:
-    """Return ranks as short text: ranges, equal steps, or the first few.
+    """Return a short text for ranks: a range, ranks at equal steps, or the first few ranks.
 
     Args:
         ranks: Ranks in ascending order without repeats, int64 (ranks,).
@@ -131,7 +131,7 @@ def rank_words(ranks: Column) -> str:
 
 
 def rank_labels(ranks: Column) -> tuple[str, ...]:
-    """Return the candidate labels for a cell that some ranks hold, the longest first.
+    """Return labels for a cell that some ranks hold, the longest first; the first that fits is to be used.
 
     Examples:
         >>> rank_labels(np.array([0, 4])), rank_labels(np.arange(0, 80, 8))
@@ -144,7 +144,7 @@ def rank_labels(ranks: Column) -> tuple[str, ...]:
 
 
 def shortened(text: str, room: float, width: Callable[[str], float] = len) -> str:
-    """Return text that fits, without its middle if it doesn't.
+    """Return a text unchanged if it fits, else without its middle.
 
     Args:
         text: Text whose beginning and end both matter, such as a key.
@@ -167,7 +167,7 @@ def shortened(text: str, room: float, width: Callable[[str], float] = len) -> st
 
 
 def fitted(text: str, short: str, room: float, width: Callable[[str], float] = len) -> str:
-    """Return a text if it fits, else the short one, without its middle if necessary.
+    """Return a text if it fits, else its short form, which is shortened in the middle if necessary.
 
     Examples:
         >>> fitted("'w' (4, 2) float32", "'w'", 20), fitted("'w' (4, 2) float32", "'w'", 10)
@@ -181,7 +181,7 @@ def _without_middle(text: str, count: int) -> str:
 
 
 def first_fitting(labels: Sequence[str], room: float, width: Callable[[str], float] = len) -> str:
-    """Return the first label that fits, empty if none does.
+    """Return the first label that fits; empty if none does.
 
     Examples:
         >>> first_fitting(("rank 10", "10"), 4)
@@ -194,9 +194,9 @@ _NARROW, _WIDE = frozenset("iljtfrI.,:;'|!()[]/ -"), frozenset("mwMW@%")
 
 
 def text_width(text: str, size: float) -> float:
-    """Return an upper bound on a text's width, in the unit of its size.
+    """Return an upper bound on a text's width, in the unit of the font size.
 
-    Advances are those of DejaVu Sans, the widest of the usual system fonts; bold text is set smaller.
+    Widths of characters are those of DejaVu Sans, the widest of the usual system fonts.
 
     Args:
         text: A text in any script.

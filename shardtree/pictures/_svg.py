@@ -20,7 +20,7 @@ _LABEL, _HEADING, _TITLE = 11, 13, 16
 
 @dataclass(frozen=True, slots=True)
 class _Drawn:
-    """A panel as SVG, with its top left corner at 0, 0."""
+    """A panel as SVG, drawn with its top left corner at (0, 0), and its size."""
 
     svg: str
     width: float
@@ -93,7 +93,7 @@ def _xml(text: str) -> str:
 def _text(
     x: float, y: float, text: str, room: float, style: str, size: float, *, hover: bool = True, short: str = ""
 ) -> str:
-    """Return text that fits; shortened text is whole on hover."""
+    """Return a text as SVG, shortened to fit the width `room`; a shortened text shows the whole one on hover."""
     text = printable(text)
     fits = fitted(text, printable(short), room, partial(text_width, size=size))
     if not fits:
@@ -113,7 +113,7 @@ def _rect(tone: str, x: float, y: float, width: float, height: float, title: str
 
 
 def _legend(entries: Sequence[Entry], room: float) -> tuple[str, float]:
-    """Return swatches with their texts, in as many lines as they take, and their total height."""
+    """Return a legend as SVG, with a swatch and a text for each entry in lines of width `room`, and its height."""
     parts, x, y = [], 0.0, 0.0
     for entry in entries:
         width = 18 + text_width(entry.text, _LABEL) + 16
@@ -166,7 +166,7 @@ def _plane_size(plane: Plane, beside: int) -> tuple[float, float]:
 
 
 def _above(plane: Plane, left: float, width: float) -> tuple[list[str], float]:
-    """Return a plane's heading and column names, and the vertical position where the cells begin."""
+    """Return the SVG of a plane's heading and column names, and the vertical position at which its cells begin."""
     parts, y = [], 0.0
     if plane.heading:
         parts.append(_text(0, 11, plane.heading, left + width, "heading", _HEADING, short=plane.short_heading))
@@ -181,9 +181,9 @@ def _above(plane: Plane, left: float, width: float) -> tuple[list[str], float]:
 
 
 def _levels(plane: Plane, width: float) -> dict[float, int]:
-    """Return the number of labels to skip for each width of cells, so that cells of one width are labelled alike.
+    """Return the index of the longest label to use, by width of cell, so that cells of equal width are labelled alike.
 
-    If "rank 9" fits in cells of one width and "rank 10" doesn't, all of them get numbers.
+    If "rank 9" fits into its cell and "rank 10" doesn't fit into another one of equal width, both get numbers only.
     """
     levels: dict[float, int] = {}
     for cell in plane.cells:
@@ -221,7 +221,7 @@ def _label(cell: Cell, labels: tuple[str, ...], x: float, y: float, width: float
 
 
 def _across_names(names: Sequence[str], x: float, y: float, width: float) -> str:
-    """Return the names of columns, as many as fit beside each other."""
+    """Return the names of columns as SVG: all, or only every n-th if they would overlap."""
     step = width / len(names)
     wide = [text_width(name, _LABEL) for name in names]
     every = next(n for n in range(1, len(names) + 1) if n == len(names) or max(wide[::n]) + 5 <= step * n)
@@ -309,7 +309,7 @@ def _flow(flow: Flow) -> _Drawn:
 
 
 def _stack(heights: Sequence[float]) -> tuple[list[float], float]:
-    """Return the positions of blocks, with room for their names, and the end of the last one."""
+    """Return the tops of blocks that lie below each other, with room for names between them, and the last bottom."""
     tops, y = [], 22.0
     for height in heights:
         y += 18
@@ -371,7 +371,7 @@ def _line(line: Line) -> _Drawn:
 
 
 def _moment_names(line: Line, places: Sequence[float], y: float) -> str:
-    """Return the names below the line: the last moment's, and those of others that have room."""
+    """Return the names below the line as SVG, as many as have room; moments that stay come before those that go."""
     spans: list[tuple[float, float]] = []
     parts = []
     for x, moment in sorted(zip(places, line.moments, strict=True), key=lambda each: each[1].tone == "goes"):

@@ -1,4 +1,4 @@
-"""Planes of a global tensor, cut as its shards or stored chunks are; a tensor with more axes is shown in slices."""
+"""Planes of a global tensor, cut like its shards or stored chunks; if more than two axes are cut, it is sliced."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ ELSEWHERE = Entry("none", "on other ranks", ".")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HolderNames:
-    """Names for the holders of pieces, which are ranks or files.
+    """Texts for the holders of a tensor's parts, which are ranks or files.
 
     Attributes:
-        words: Function that names some holders, for the text on hover.
-        labels: Function that returns candidate labels for their cell, the longest first.
-        absent: Name of a cell without a holder.
+        words: Function from holders to a text that names them, shown on hover.
+        labels: Function from holders to labels for their cell, the longest first.
+        absent: Legend entry for cells without a holder.
     """
 
     words: Callable[[Column], str]
@@ -41,16 +41,16 @@ RANKS = HolderNames(rank_words, rank_labels)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sheet:
-    """A plane without tones, which depend on all planes of a picture.
+    """A plane of a tensor whose tones aren't chosen yet, since a holder needs the same one in all planes of a picture.
 
     Attributes:
         heading: Heading of the plane.
         kind: Dtype and shape of the tensor.
-        axes: Axes drawn as rows and columns; None for the rows of a tensor with one axis.
-        others: Slices along the other axes, by axis.
+        axes: Axis drawn downwards, None for a tensor with one axis, and axis drawn across.
+        others: Range of indices that the plane shows along each other axis, by axis.
         regions: Regions of the plane.
-        holders: Holders of each region, ascending, int64.
-        lead: First main holder of each region; -1 for a region without one.
+        holders: Ranks or files that hold a part of each region, ascending, int64.
+        lead: Holder that gives each region its tone, the smallest `lead` of its boxes; -1 without a holder.
         faults: Fault of each region: "hole", "overlap" or empty.
     """
 
@@ -71,9 +71,9 @@ class _Pieces:
     Attributes:
         begin: First index of each box, int64 (boxes, axes).
         end: Stop index of each box, int64 (boxes, axes).
-        holders: Holders of each box, ascending.
-        lead: First main holder of each box, or its first holder if none is.
-        faults: Begins and ends of boxes that aren't held exactly once, and whether they are held twice.
+        holders: Ranks or files that hold each box, ascending.
+        lead: First holder of each box's main replica or, if there is none, of any replica.
+        faults: First and stop indices of boxes that don't have exactly one main replica, and whether they have several.
     """
 
     begin: Column
@@ -84,13 +84,13 @@ class _Pieces:
 
 
 def tensor_sheets(columns: ShardColumns, key: str, *, most: int, with_gaps: bool = True) -> list[Sheet]:
-    """Return the planes of one tensor, and none if it has no elements.
+    """Return the planes of one tensor: one, several slices if more than two axes are cut, or none without elements.
 
     Args:
         columns: All shards, or those of one rank.
         key: Key of the tensor.
         most: Approximate upper bound on the regions of a plane.
-        with_gaps: Whether elements without a holder are a fault.
+        with_gaps: Whether elements without a main replica are a fault.
     """
     number = columns.keys.index(key)
     kind, own = columns.kinds[number], select_rows(columns, np.flatnonzero(columns.key == number))
@@ -112,7 +112,7 @@ MERGED = "Pieces too small to be told apart share a cell, which names all that h
 
 
 def notes_on(sheets: Sequence[Sheet]) -> tuple[str, ...]:
-    """Return notes on what the planes of one tensor leave out or merge."""
+    """Return notes that say what one tensor's planes merge or leave out."""
     notes = [MERGED] if any(sheet.regions.is_merged for sheet in sheets) else []
     if len(sheets) == _MOST_SLICES:
         notes.append(f"The first {_MOST_SLICES} slices are shown; others may be cut differently.")
@@ -141,7 +141,10 @@ def _pieces(own: ShardColumns, axes: int, *, with_gaps: bool) -> _Pieces:
 
 
 def _drawn_axes(pieces: _Pieces, whole: tuple[int, ...]) -> tuple[int | None, int, tuple[int, ...]]:
-    """Return the axes of a plane's rows and columns, and those along which there is a plane for each interval."""
+    """Return the axis drawn downwards, the axis drawn across, and the axes along which the tensor is sliced.
+
+    The last two cut axes are drawn; if fewer are cut, an uncut one, too. With one axis, the first item is None.
+    """
     begin, end, _ = pieces.faults
     lows, highs = np.concatenate([pieces.begin, begin]), np.concatenate([pieces.end, end])
     is_cut = ((lows > 0) | (highs < np.array(whole))).any(axis=0)
@@ -163,7 +166,16 @@ def _sheet(
     span_of: dict[int, slice],
     most: int,
 ) -> Sheet:
-    """Return the plane of two axes, in one slice of all other axes."""
+    """Return one plane of a tensor.
+
+    Args:
+        pieces: Boxes of the tensor.
+        kind: Dtype and shape of the tensor.
+        axes: Axis drawn downwards, or None, and axis drawn across.
+        others: Range of indices to show along each other axis, by axis.
+        span_of: Those of these ranges that the heading names.
+        most: Approximate upper bound on the regions.
+    """
     bad_begin, bad_end, is_double = pieces.faults
     here, bad = (_meeting(begin, end, others) for begin, end in ((pieces.begin, pieces.end), (bad_begin, bad_end)))
     begin, end = (_on_plane(column[here], axes, fill) for column, fill in ((pieces.begin, 0), (pieces.end, 1)))
@@ -201,7 +213,7 @@ def _on_plane(column: Column, axes: tuple[int | None, int], fill: int) -> Column
 
 
 def tones_of(sheets: Sequence[Sheet]) -> dict[int, str]:
-    """Return the tone of each holder that leads a region; consecutive holders get different tones."""
+    """Return a tone for each holder in the sheets' `lead`; consecutive holders get different tones."""
     leads = sorted({lead for sheet in sheets for lead in sheet.lead if lead >= 0})
     return {lead: f"t{number % TONES}" for number, lead in enumerate(leads)}
 
@@ -215,14 +227,14 @@ def plane_of(
     short_heading: str = "",
     caption: str = "",
 ) -> Plane:
-    """Return a sheet as a plane.
+    """Return the plane of a sheet, with tones and texts.
 
     Args:
         sheet: The plane without tones.
         tones: Tone of each holder.
         holders: Names for the holders.
         heading: Text before the sheet's own heading.
-        short_heading: Text for where the heading doesn't fit.
+        short_heading: Heading to use if the whole one doesn't fit.
         caption: Text below the plane.
     """
     regions = sheet.regions
@@ -258,7 +270,7 @@ def _aspect(sheet: Sheet) -> float:
 def _looks(
     sheet: Sheet, number: int, region: PlaneRegion, tones: dict[int, str], holders: HolderNames
 ) -> tuple[str, str, tuple[str, ...], str]:
-    """Return a region's tone, title, labels and mark."""
+    """Return the tone, title, labels and mark of a region's cell; arguments as for `plane_of`."""
     place = place_text(_box(sheet, region))
     ranks, lead, fault = sheet.holders[number], sheet.lead[number], sheet.faults[number]
     words = holders.words(ranks) if ranks.size else ""
@@ -291,6 +303,6 @@ def _box(sheet: Sheet, region: PlaneRegion) -> tuple[slice, ...]:
 
 
 def faults_legend(planes: Sequence[Plane]) -> tuple[Entry, ...]:
-    """Return legend entries for the faults that occur."""
+    """Return legend entries for the holes, overlaps and parts on other ranks that occur in planes."""
     tones = {cell.tone for plane in planes for cell in plane.cells}
     return tuple(entry for entry in (HOLE, OVERLAP, ELSEWHERE) if entry.tone in tones)

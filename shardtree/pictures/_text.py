@@ -1,4 +1,4 @@
-"""Pictures as text, in a width of characters: spans with their tones, for terminals with colours, or plain."""
+"""Pictures as text of a given width: lines of coloured spans for terminals, or plain text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ._style import first_fitting
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Characters of one line that look alike.
+    """Consecutive characters of a line with the same background.
 
     Attributes:
         text: The characters.
@@ -64,7 +64,7 @@ def text_of(picture: Picture, width: int = 80) -> str:
 
 
 def picture_lines(picture: Picture, width: int = 80, *, filled: bool = False) -> tuple[Spans, ...]:
-    """Return a picture as lines of spans.
+    """Return the lines of a picture's text, each as spans with their colours.
 
     Args:
         picture: The picture to draw.
@@ -85,13 +85,13 @@ def picture_lines(picture: Picture, width: int = 80, *, filled: bool = False) ->
 
 
 def _plain(text: str, width: int, short: str = "") -> list[Spans]:
-    """Return a text as lines, or its short form if only that fits into one line."""
+    """Return a text wrapped into lines, or its short form if only that fits into one line."""
     fitting = first_fitting((printable(text), printable(short)), width) or printable(short or text)
     return [(Span(line),) for line in wrapped(fitting, width)]
 
 
 def wrapped(text: str, width: int) -> list[str]:
-    """Return a text in lines, cut between words; only a word that is wider than a line goes on in the next one.
+    """Return a text as lines, broken between words; only a word wider than a line is broken inside.
 
     Examples:
         >>> wrapped("decoder.linear_qkv.weight [0:4] is decoder.q.weight[0:4]", 32)
@@ -120,7 +120,7 @@ def _legend(entries: Sequence[Entry], width: int, *, filled: bool) -> Iterator[S
 
 
 def _row(row: Sequence[Panel], width: int, *, filled: bool, arrow: bool) -> list[Spans]:
-    """Return panels side by side where they fit, else below each other."""
+    """Return the lines of a row of panels: side by side if they fit, else below each other."""
     room = (width - _GAP * (len(row) - 1)) // max(len(row), 1)
     names = [word for panel in row for word in _heading(panel).split(" ")]
     if len(row) > 1 and (room < 20 or max(map(len, names)) > room):
@@ -176,7 +176,13 @@ def _plane(plane: Plane, width: int, *, filled: bool) -> list[Spans]:
 
 
 def _row_name(names: Sequence[str], line: int, height: int) -> str:
-    """Return a row's name on its middle line, empty on others."""
+    """Return the name of the row whose middle is at a line; empty if there is none.
+
+    Args:
+        names: Names of a plane's rows, from top to bottom.
+        line: Index of the line.
+        height: Number of lines of the plane.
+    """
     for number, name in enumerate(names):
         top, bottom = round(number * height / len(names)), round((number + 1) * height / len(names))
         if line == (top + bottom - 1) // 2:
@@ -185,7 +191,7 @@ def _row_name(names: Sequence[str], line: int, height: int) -> str:
 
 
 def cell_lines(plane: Plane, width: int, height: int, *, filled: bool) -> list[Spans]:
-    """Return a plane's cells alone, in a given number of characters and lines.
+    """Return the lines of a plane's cells, without headings and names: `height` lines of `width` characters.
 
     Examples:
         >>> from shardtree.pictures import Cell
@@ -243,7 +249,7 @@ _SHOWN = 20
 
 
 def _line(line: Line, width: int) -> list[Spans]:
-    """Return the last moments, one per line, with marks further right for higher measures."""
+    """Return the lines of a chart of the last moments: the higher a measured value, the further right its mark."""
     moments, left = line.moments[-_SHOWN:], len(line.moments) - _SHOWN
     names = max((len(moment.name) for moment in moments), default=0)
     room = max(min(width - names - 4, 40), 1)

@@ -1,4 +1,4 @@
-"""Codes of quantised elements: decoding of FP8, FP4, powers of two and packed integers, encoding of FP8 and FP4."""
+"""Bits of quantised elements: decoding of FP8, FP4, powers of two and packed integers; encoding of FP8 and FP4."""
 
 from __future__ import annotations
 
@@ -37,7 +37,11 @@ def _float_pairs() -> np.ndarray[Any, Any]:
 
 
 def fours(tensor: torch.Tensor) -> torch.Tensor:
-    """Return FP4 values (sign, two bits of exponent, one of mantissa), two in each byte, low bits first, as float32."""
+    """Return FP4 values as float32.
+
+    Each byte holds two values, the first one in its low bits. A value has a sign bit, two exponent bits and one bit of
+    mantissa.
+    """
     if is_plain(tensor):
         return torch.from_numpy(_fours_table().take(tensor.numpy())).view(torch.float32)
     return _fours(tensor)
@@ -53,7 +57,7 @@ def _fours(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def scales(tensor: torch.Tensor) -> torch.Tensor:
-    """Return scales as float32; bytes are exponents of two (E8M0), and 255 is NaN."""
+    """Return scales as float32; uint8 scales are decoded as powers of two (E8M0), where 255 is NaN."""
     if tensor.dtype is not torch.uint8:
         return tensor.to(torch.float32)
     # Except for 0 and NaN, the bytes are float32's exponent bits; torch 2.6 has no E8M0 dtype.
@@ -62,12 +66,12 @@ def scales(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def nibbles(*places: int, axis: int = -1, above: int = 0) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a function that unpacks each int32 into eight integers of 4 bits along an axis, as float32.
+    """Return a function that unpacks each int32 into eight 4-bit integers along an axis, as float32.
 
     Args:
-        places: Position of each of the eight elements' 4 bits, in the elements' order; 0 is the lowest.
-        axis: Axis of the packed elements, -1 or -2.
-        above: Number to add to each stored integer, modulo 16.
+        places: Position of the 4 bits of each of the eight elements, counted in units of 4 bits; 0 is the lowest.
+        axis: Axis along which elements are packed, -1 or -2.
+        above: Number to add to each integer, modulo 16.
     """
 
     def unpacked(tensor: torch.Tensor) -> torch.Tensor:
@@ -91,12 +95,12 @@ def _fours_table() -> np.ndarray[Any, Any]:
 
 
 def nearest_fp8(numbers: torch.Tensor) -> torch.Tensor:
-    """Return the nearest FP8 values."""
+    """Return numbers rounded to the nearest FP8 values; numbers beyond the largest one are clipped to it."""
     return numbers.clamp(-MOST[FP8], MOST[FP8]).to(FP8)
 
 
 def nearest_fp4(numbers: torch.Tensor) -> torch.Tensor:
-    """Return the codes of the nearest FP4 values, two in each byte."""
+    """Return numbers rounded to the nearest FP4 values, two in each byte; larger numbers are clipped."""
     size = numbers.abs().clamp(max=MOST["fp4"])
     # Values are 0.5 apart up to 2, then 1, then 2; a code is even where its mantissa is.
     above = torch.where(size < 4, size.round() + 2, (size / 2).round() + 4)
@@ -105,10 +109,10 @@ def nearest_fp4(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def power_above(numbers: torch.Tensor) -> torch.Tensor:
-    """Return the smallest power of two at or above each positive number, exactly, and at least 2**-127.
+    """Return the smallest power of two that is at least each positive number, and at least 2**-127.
 
-    Numbers that were rounded with such a scale get the same scale or a smaller one when quantised again, and so are
-    unchanged by it.
+    If such powers are the scales, quantising twice is harmless: the second time, the rounded numbers get the same scale
+    or a smaller one, and don't change.
     """
     mantissa, exponent = torch.frexp(numbers)
     return torch.ldexp(torch.ones_like(numbers), (exponent - (mantissa == 0.5).to(exponent.dtype)).clamp(-127, 127))

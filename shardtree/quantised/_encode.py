@@ -1,4 +1,4 @@
-"""Quantising: boxes of a part, computed from the blocks of the weight."""
+"""Encoding: a box of a weight's stored values or scales, computed from the weight's blocks."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ Shape = tuple[int, ...]
 
 
 def blocks_of(part: Part, block: tuple[int, int], whole: Shape, box: Box) -> Box:
-    """Return the box of whole blocks, in a weight's matrices, from which a box of a stored part is computed.
+    """Return the smallest box of whole blocks of a weight from which a box of a stored tensor can be computed.
 
     Args:
-        part: Part of the form.
+        part: Description of the stored tensor.
         block: Block size of the form; 0 means the whole axis.
-        whole: Shape of the matrices.
-        box: Box of the stored part.
+        whole: Shape of the weight's stored matrices.
+        box: Box of the stored tensor.
     """
     front = len(whole) - 2
     starts, sizes = [*box.offset[:front]], [*box.shape[:front]]
@@ -37,20 +37,20 @@ def blocks_of(part: Part, block: tuple[int, int], whole: Shape, box: Box) -> Box
 def encoded(
     key: str, part: Part, number: int, block: tuple[int, int], encode: Encode, data: torch.Tensor, at: Box, box: Box
 ) -> torch.Tensor:
-    """Return the elements of a box of a part.
+    """Return the elements of a box of a stored tensor, encoded from elements of the weight.
 
     Args:
         key: Key of the weight, for errors.
-        part: Part of the form.
-        number: Index of the part in the form.
+        part: Description of the stored tensor.
+        number: Index of `part` in the form.
         block: Block size of the form.
         encode: Encoder of the form.
         data: Elements of the weight.
-        at: Box of `data` in the weight's matrices, made of whole blocks.
-        box: Box of the part.
+        at: Position of `data` in the weight's stored matrices: a box of whole blocks.
+        box: Box of the stored tensor to compute.
 
     Raises:
-        UnsupportedValue: an element isn't finite, which would make all other elements of its block useless, too.
+        UnsupportedValue: an element isn't finite; with it, all other elements of its block would be lost, too.
     """
     outer = part.box(*at)
     new = torch.empty(outer.shape, dtype=part.dtypes[0], device=data.device)

@@ -20,21 +20,22 @@ from ._part import Join, Part, decoded, in_pieces, inside, is_of_blocks, joined,
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """The stored tensors of a quantised weight, and their meaning; `FORMS` has the established forms by name.
+    """A way to store a quantised weight: its stored tensors, and how values, scales and so on make up the weight.
 
-    A form is immutable: `dataclasses.replace` returns one with other names or blocks.
+    `FORMS` has the established forms by name. A form is immutable: `dataclasses.replace` returns one with other names
+    or blocks.
 
     Attributes:
         name: Name of the form, for messages.
-        parts: The stored tensors; the one with the values comes first.
-        base: Suffix of the weight's key that the parts' names replace; usually empty.
+        parts: Descriptions of the stored tensors; the one with the values comes first.
+        base: Suffix of the weight's key that the names of `parts` replace; empty if they are appended to the key.
         is_turned: Whether the weight's matrices are stored transposed.
-        block: Shape of a block that is quantised together, along the last two axes of the stored matrices; 0 means the
-            whole axis.
-        encode: Function from float32 matrices of whole blocks, (..., rows, columns), and `block`, to the parts; None
-            for a form that is only read.
-        join: Function from the decoded elements of the parts to the elements of the weight, as float32.
-        without: Suffixes of tensors that mark another form: a weight that has such a tensor isn't of this form.
+        block: Shape of a block of elements that are quantised together, along the last two axes of the stored matrices;
+            0 means the whole axis.
+        encode: Function from float32 matrices of whole blocks, (..., rows, columns), and `block`, to the stored
+            tensors; None for a form that can only be read.
+        join: Function from the decoded elements of all stored tensors to the elements of the weight, as float32.
+        without: Suffixes of tensors that only other forms have: if a weight has such a tensor, it isn't of this form.
     """
 
     name: str
@@ -60,23 +61,30 @@ class Form:
             ('mlp.up.weight', 'mlp.up.weight_scale_inv')
         """
         if not key.endswith(self.base):
-            heading = f"quantised: {key!r} is no key of a weight in the form {self.name}"
+            heading = f"quantised: {key!r} can't be the key of a weight stored as {self.name}"
             raise TreeError(error_text(heading, expected=f"a key that ends with {self.base!r}"))
         return tuple([key.removesuffix(self.base) + part.name for part in self.parts])
 
     def found(self, tensors: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
-        """Return the stored tensors' keys by weight, for weights that have all tensors of the form, of any dtypes."""
+        """Return the keys of the stored tensors of each weight of this form, by the weight's key.
+
+        A weight counts if all tensors of the form exist, of whatever dtypes and shapes, and none that `without` names.
+        """
         first = self.parts[0].name
         stems = [key.removesuffix(first) for key in tensors if key.endswith(first)]
         weights = [stem + self.base for stem in stems if not any(stem + name in tensors for name in self.without)]
         return {key: parts for key in weights if set(parts := self.keys(key)) <= tensors.keys()}
 
     def shape_of(self, key: str, tensors: Mapping[str, Any]) -> tuple[int, ...]:
-        """Return a weight's shape, derived from its stored tensors or from shards of these.
+        """Return a weight's shape, derived from its stored tensors.
+
+        Args:
+            key: Key of the weight.
+            tensors: Stored tensors by key, or their shards; other keys are ignored.
 
         Raises:
-            ShapeError: a tensor's dtype isn't one of the form's, or its shape doesn't fit the shape of the values; the
-                error names all such tensors.
+            ShapeError: the values aren't matrices, a tensor's dtype isn't one of the form's, or its shape doesn't fit
+                the shape of the values; the error names all such tensors.
         """
         names = self.keys(key)
         values = [tensors[name] for name in names]
@@ -99,9 +107,9 @@ class Form:
         return self._turn(whole)
 
     def means(self, shape: Sequence[int]) -> tuple[object, ...]:
-        """Return a key that is equal for forms that mean the same for weights of this shape.
+        """Return a value that is equal for two forms if they decode weights of this shape in the same way.
 
-        Block sizes are clipped to the shape.
+        Forms that differ only in block sizes are equal if these are the same when clipped to the shape.
 
         Examples:
             >>> from shardtree.quantised import FORMS
@@ -123,10 +131,10 @@ class Form:
     def dequantise(
         self, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype = torch.bfloat16
     ) -> dict[str, torch.Tensor]:
-        """Return the weights that quantised tensors stand for, by key; `shardtree.trace` can trace this pure function.
+        """Return dequantised weights by key. `shardtree.trace` can trace this pure function.
 
         Args:
-            tensors: Tensors by key; those that belong to no weight are left out.
+            tensors: Stored tensors by key; those that belong to no weight of this form are left out.
             dtype: Dtype of the weights, which are computed in float32 and rounded once.
 
         Raises:
@@ -151,11 +159,14 @@ class Form:
         return weights
 
     def quantise(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the stored tensors of weights, by key; each number is rounded to the nearest, ties to even.
+        """Return weights quantised to this form: their stored tensors by key.
 
-        Numbers so large that they could be rounded to infinity are clipped to the largest float32 number that has as
-        many significant bits as the form's values. For weights on torch's meta device, the tensors are on the meta
-        device, too.
+        Each number is rounded to the nearest, ties to even. Numbers so large that they could be rounded to infinity are
+        clipped to the largest float32 number that has as many significant bits as the form's values. For weights on
+        torch's meta device, the stored tensors are on the meta device, too.
+
+        Args:
+            tensors: Weights by key.
 
         Raises:
             ShapeError: the form can only be read, or a weight isn't made of matrices.
@@ -184,11 +195,12 @@ class Form:
     # Boxes of weights, in any layout.
 
     def lens(self, shard: ShardedTensor) -> StoredForm:
-        """Return the stored form of a box of a weight that the model holds unquantised: a lens.
+        """Return the stored form of a shard that the model holds unquantised: shards of values, scales and so on.
 
-        A box needs only its own scales. A box whose edge cuts a block can be loaded like any other. To be saved, a box
-        must consist of whole blocks: otherwise its parts have no data, which a save refuses. A load doesn't read the
-        box's elements: its parts have memory of their own.
+        This method is a lens: it can be passed to `as_factory`. A shard needs only its own scales. Any box can be
+        loaded, even one whose edge cuts a block. Only a box of whole blocks can be saved: otherwise, the stored shards
+        have no data, which a save refuses. A load doesn't read the shard's elements; the stored shards get memory of
+        their own.
 
         Raises:
             ShapeError: the shard isn't a box of matrices of a known shape.
@@ -226,18 +238,20 @@ class Form:
         return StoredForm(tuple(shards), merge)
 
     def shards(self, shard: ShardedTensor, tensors: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Return the leaves of a weight that the model holds quantised, by key; each is cut where the weight is cut.
+        """Return the leaves of a weight that the model holds quantised, by key.
+
+        Each stored tensor is cut where the weight is cut.
 
         Args:
-            shard: Box of the weight; its data and dtype are ignored.
-            tensors: Parts of this box that the model holds, by key; None for a target without memory.
+            shard: Shard of the weight, which must be a box; its data and dtype are ignored.
+            tensors: This rank's values, scales and so on, by key; None for a target without memory.
 
         Returns:
-            A shard for each part, or a factory where an edge cuts a block: its scale is stored by the rank that has the
-            block's first element, and loaded by every rank that needs it.
+            A shard for each stored tensor; or a factory if an edge of the box cuts a block. Such a block's scale is
+            stored by the rank that has the block's first element, and loaded by every rank that needs it.
 
         Raises:
-            ShapeError: a tensor is cut differently from the weight, or an edge cuts through packed values.
+            ShapeError: a tensor is cut differently from the weight, or an edge cuts through a stored element that packs several.
 
         Examples:
             >>> from shardtree.quantised import FORMS
@@ -248,7 +262,7 @@ class Form:
         """
         box, whole = self._box_of(shard)
         if not is_of_blocks(box, whole, self.parts[0].steps):
-            heading = f"quantised: {shard.key!r} is cut through packed values"
+            heading = f"quantised: {shard.key!r} is cut between values that share one stored element"
             expected, fix = f"multiples of {self.parts[0].steps} along the last axes", "Cut it at such multiples."
             raise ShapeError(error_text(heading, found=f"{box.shape} at {box.offset}", expected=expected, fix=fix))
         leaves, wrong = dict[str, Any](), []
@@ -270,7 +284,7 @@ class Form:
         return leaves
 
     def _box_of(self, shard: ShardedTensor) -> tuple[Box, tuple[int, ...]]:
-        """Return the box of a shard in the stored matrices, and the shape of the whole matrices."""
+        """Return a shard's box in the weight's stored matrices, and their whole shape."""
         local = (*(1,) * shard.prepend_axis_num, *shard.local_shape)
         axes = len(shard.local_shape) if self.is_turned else len(local)  # the last two are turned
         if axes < 2 or shard.flattened_range is not None or shard.allow_shape_mismatch:
@@ -288,7 +302,14 @@ class Form:
         return [part.of(whole) for part in self.parts]
 
     def _decode(self, shard: ShardedTensor, parts: Sequence[Part], tensors: Sequence[Any], box: Box) -> Any:
-        """Return a box of the stored matrices, decoded from the boxes of its parts; lazy if one of these is lazy."""
+        """Return a box of a weight's stored matrices, decoded from its stored tensors; lazy if one of these is lazy.
+
+        Args:
+            shard: Shard of the weight, for its key and dtype.
+            parts: Descriptions of the stored tensors.
+            tensors: Box of each stored tensor that `box` needs.
+            box: Box of the stored matrices.
+        """
         key, dtype = shard.key, shard.dtype
         if not any(isinstance(tensor, LazyTensor) for tensor in tensors):
             return decoded(key, parts, self.join, tensors, box, dtype)
@@ -307,7 +328,10 @@ class Form:
         return of_source(Boxwise(f"{self.name} of {tensors[0].name}", box.shape, dtype, recipe, identify))
 
     def _quantise(self, shard: ShardedTensor, box: Box, whole: Sequence[int]) -> list[Any]:
-        """Return the parts of a box's data, lazy if the data are lazy; all are None without data of whole blocks."""
+        """Return a shard's data, quantised to one tensor for each stored tensor; lazy if the data are lazy.
+
+        All are None if the shard has no elements to read, or isn't made of whole blocks.
+        """
         is_memory = isinstance(shard.data, torch.Tensor) and has_no_elements(shard.data)
         if shard.data is None or self.encode is None or is_memory or not is_of_blocks(box, whole, self.block):
             return [None] * len(self.parts)
@@ -334,16 +358,17 @@ class Form:
         return of_source(Boxwise(f"{matrix.name} as {self.name}", outer.shape, part.dtypes[0], recipe, identify))
 
     def _turn(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return a shape or offset, with its last two axes swapped if the form is turned; its own inverse."""
+        """Convert a shape or offset between the weight and its stored matrices: `is_turned` swaps the last two axes."""
         return (*shape[:-2], shape[-1], shape[-2]) if self.is_turned else tuple(shape)
 
     def _turn_tensor(self, tensor: Any) -> Any:
         return tensor.transpose(-1, -2) if self.is_turned else tensor
 
     def _made_of(self, doing: str, *lazies: LazyTensor) -> tuple[Any, ...] | None:
-        """Return the identity of a tensor made of lazy tensors; None if functions from outside this library take part.
+        """Return the identity of a lazy tensor that this form computes from others, or None if it is unknown.
 
-        The identity differs between forms, and is equal in all processes.
+        The identity is equal in all processes and differs between forms. It is unknown if a function of the form isn't
+        from this library, since another process may have another function of the same name.
         """
         functions = [self.join, self.encode, *(part.read for part in self.parts)]
         modules = [str(getattr(function, "__module__", None)) for function in functions if function is not None]
@@ -357,7 +382,10 @@ class Form:
 
 
 def _data_for(shard: ShardedTensor, part: Part, box: Box, data: Any) -> Any:
-    """Return the data of a part's box: quantised elements, or memory to load into if the shard has no elements."""
+    """Return the data of a stored tensor's shard: `data`, reshaped, or memory to load into.
+
+    The result is memory if the elements of the weight's shard must not be read.
+    """
     shape = box.shape if part.per is None else box.shape[shard.prepend_axis_num :]
     if isinstance(shard.data, torch.Tensor) and has_no_elements(shard.data):
         return memory_beside(shard.data, shape, part.dtypes[0])

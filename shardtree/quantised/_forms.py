@@ -18,10 +18,19 @@ _POWERS = [torch.float8_e8m0fnu] if hasattr(torch, "float8_e8m0fnu") else []  # 
 
 
 def _blocks(matrix: torch.Tensor, block: tuple[int, int], bits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return matrices as (..., blocks, rows, blocks, columns), and the largest magnitude of each block.
+    """Return matrices cut into blocks, and the largest magnitude of each block.
 
-    A block size of 0 means the whole axis. Numbers so large that they could be rounded to infinity are clipped to the
-    largest float32 number with `bits` significant bits.
+    Numbers so large that they could be rounded to infinity are clipped to the largest float32 number with `bits`
+    significant bits.
+
+    Args:
+        matrix: Matrices (..., rows, columns) of whole blocks.
+        block: Numbers of rows and columns of a block; 0 means the whole axis.
+        bits: Number of significant bits of the values' format.
+
+    Returns:
+        The matrices as (..., blocks down, rows, blocks across, columns), and the magnitudes as (..., blocks down,
+        blocks across).
     """
     rows, columns = (side or size for side, size in zip(block, matrix.shape[-2:], strict=True))
     limit = 2.0**128 - 2.0 ** (128 - bits)
@@ -44,13 +53,14 @@ def _to_fp8(matrix: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tensor,
 
 
 def _by_powers(matrix: torch.Tensor, block: tuple[int, int], bits: int, most: float) -> tuple[torch.Tensor, ...]:
-    """Return matrices whose blocks are divided by powers of two, and these powers, the smallest that suffice.
+    """Return matrices with each block divided by its scale, and the scales: the smallest powers of two that suffice.
 
     Args:
         matrix: Matrices of whole blocks.
-        block: Block size.
-        bits: Number of significant bits of the format.
-        most: Largest number that is rounded to the format's largest number; each block is brought to it or below.
+        block: Numbers of rows and columns of a block; 0 means the whole axis.
+        bits: Number of significant bits of the values' format.
+        most: Upper bound of magnitudes after the division: the format's largest number, or a larger one that is still
+            rounded to it.
     """
     cut, largest = _blocks(matrix, block, bits)
     scale = power_above(torch.where(largest > 0, largest, most) / most)
@@ -60,8 +70,8 @@ def _by_powers(matrix: torch.Tensor, block: tuple[int, int], bits: int, most: fl
 def _to_fp8_by_powers(matrix: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return FP8 values, and scales that are powers of two, chosen as in transformers.
 
-    A block whose largest number was rounded down to 224 gets other codes when it is quantised again, but has the same
-    numbers.
+    Quantising a block again gives the same products. If its largest number was rounded down to 224, it gets half the
+    scale and twice the values.
     """
     numbers, scale = _by_powers(matrix, block, 4, MOST[FP8])
     return nearest_fp8(numbers), scale
@@ -97,12 +107,25 @@ def _above_zeros(values: torch.Tensor, scale: torch.Tensor, zeros: torch.Tensor)
 
 
 def _of_groups(values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
-    """Return weights from the scales and zero points of all groups, and the group of each row."""
+    """Return weights whose rows may belong to any group.
+
+    Args:
+        values: Integers, (..., rows, columns).
+        scales: Scale of each group and column, (..., groups, columns).
+        zeros: Zero point of each group and column, (..., groups, columns).
+        groups: Index of each row's group, (..., rows, 1).
+    """
     return _above_zeros(values, _picked(scales, groups), _picked(zeros, groups))
 
 
 def _picked(table: torch.Tensor, groups: torch.Tensor, first: int = 0) -> torch.Tensor:
-    """Return, for each group in `groups`, its row of a table; the table's first row is that of the group `first`."""
+    """Look up rows of a table by group index.
+
+    Args:
+        table: One row for each group, (..., groups, columns).
+        groups: Group indices to look up, (..., rows, 1).
+        first: Group index of the table's first row.
+    """
     half = table.shape[-2] // 2
     if type(groups) is torch.Tensor or not half:
         return table if not half else torch.take_along_dim(table, groups, -2)
@@ -113,7 +136,11 @@ def _picked(table: torch.Tensor, groups: torch.Tensor, first: int = 0) -> torch.
 
 
 def _in_groups(values: torch.Tensor, scale: torch.Tensor, zeros: torch.Tensor, away: torch.Tensor) -> torch.Tensor:
-    """Return weights, with NaN in rows whose group isn't the expected one (`away` isn't 0): a trace can't raise."""
+    """Return weights whose rows are in order of their groups, with NaN in rows where `away` isn't 0.
+
+    `away` is the difference between a row's stored group index and the expected one. An error would be clearer, but a
+    traced function can't raise one.
+    """
     return torch.where(away == 0, _above_zeros(values, scale, zeros), float("nan"))
 
 
@@ -126,7 +153,11 @@ def _packed_zeros(values: torch.Tensor, scale: torch.Tensor, away: torch.Tensor,
 
 
 def _of_shape(weight: torch.Tensor, away: torch.Tensor) -> torch.Tensor:
-    """Return weights, or only NaN if their shape isn't the stored one (`away` isn't 0): a trace can't raise."""
+    """Return weights unchanged, or only NaN if one of the two numbers in `away` isn't 0.
+
+    `away` is the difference between the stored shape and the actual one. An error would be clearer, but a traced
+    function can't raise one.
+    """
     return torch.where((away[:1] == 0) & (away[1:] == 0), weight, float("nan"))
 
 
@@ -163,18 +194,20 @@ _PACKED_MXFP4 = (
 
 
 def _fp8_tensor(name: str, tail: tuple[int, ...]) -> Form:
-    """Return a form of FP8 with one scale of shape `tail` for all elements."""
+    """Return the form of FP8 weights that have one scale for all elements; `tail` is the scale's shape."""
     parts = (Part("", (FP8,), as_stored), Part("_scale", _NUMBERS, scales, per=None, tail=tail))
     return Form(name, parts, block=(0, 0), join=fp8_products)
 
 
 def _int4(name: str, columns: int, *, zeros: bool) -> Form:
-    """Return a form of compressed-tensors' 4-bit integers, which are stored with 8 added, as their zero points are.
+    """Return a form of compressed-tensors' 4-bit integers.
+
+    Integers and zero points are stored with 8 added.
 
     Args:
         name: Name of the form.
-        columns: Number of columns with one scale; 0 means the whole row.
-        zeros: Whether there are zero points, eight of which, for eight rows, are packed into one stored element.
+        columns: Number of consecutive columns that share one scale; 0 means the whole row.
+        zeros: Whether there are zero points. If so, those of eight rows are packed into one stored element.
     """
     per = (1, columns)
     parts = (
@@ -190,7 +223,13 @@ def _int4(name: str, columns: int, *, zeros: bool) -> Form:
 
 
 def _gptq(name: str, above: int, *, in_order: bool) -> Form:
-    """Return a form of GPTQ; unless it is `in_order`, rows may belong to any group (the order of activations)."""
+    """Return a form of GPTQ's 4-bit integers, with groups of 128 rows.
+
+    Args:
+        name: Name of the form.
+        above: Number to add to each stored zero point.
+        in_order: Whether each group has consecutive rows; otherwise, rows may belong to any group (`desc_act`).
+    """
     per = (128 if in_order else -128, 1)
     parts = (
         Part("qweight", (torch.int32,), _STACKED, pack=(8, 1)),

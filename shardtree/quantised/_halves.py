@@ -1,4 +1,4 @@
-"""Half weights: parts of quantised weights whose other parts are missing."""
+"""Half weights: quantised weights that lack some of their stored tensors, such as scales without values."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from ._part import Part
 def half_weights(
     tensors: Mapping[str, ShardedTensor], forms: Sequence[Form], used: Collection[str], *, are_named: bool
 ) -> dict[str, str]:
-    """Return the missing parts of incomplete weights, as text, by the key of a part that is present.
+    """Return a text that names the missing tensors of each incomplete weight, by the key of a tensor that is present.
 
-    A common name, such as `scale`, or an ordinary floating-point dtype doesn't show that a tensor belongs to a
-    quantised weight. Two parts together do, and so does one part whose name or dtype no other tensors have.
+    A common name, such as `scale`, or an ordinary floating-point dtype doesn't prove that a tensor belongs to a
+    quantised weight. Two tensors of a weight do, and so does a single one whose name or dtype only such tensors have.
 
     Args:
         tensors: Shards by key.
         forms: Forms that weights may have.
-        used: Keys of the parts of complete weights.
-        are_named: Whether the caller chose the forms. If so, a matrix called `weight` with the dtype of a form's values
-            is a part.
+        used: Keys to ignore, such as those of complete weights.
+        are_named: Whether the caller chose the forms. If so, a tensor called `weight` with the dtype of a form's values
+            counts as values of that form.
 
     Examples:
         >>> import torch
@@ -68,14 +68,14 @@ def _may_be(part: Part, tensor: ShardedTensor) -> bool:
 def _is_certain(
     values: Part, held: Sequence[tuple[str, Part]], has_values: bool, has_weight: bool, are_named: bool
 ) -> bool:
-    """Return whether the present parts can only be those of a quantised weight.
+    """Return whether the tensors that are present can only be those of a quantised weight.
 
     Args:
-        values: First part of the form.
-        held: Keys that are present, each with the part of the form that its tensor fits.
-        has_values: Whether a tensor has the first part's key, whatever its dtype.
-        has_weight: Whether a tensor has the weight's own key. If so, the tensor with the name of its scale may be no
-            part.
+        values: Part of the form that has the values.
+        held: Keys of the tensors that are present, each with the part of the form that it fits.
+        has_values: Whether a tensor has the key of the values, whatever its dtype.
+        has_weight: Whether a tensor has the weight's own key. If so, a tensor with the name of a scale may belong to an
+            unquantised weight.
         are_named: As for `half_weights`.
     """
     if held and held[0][1] is values:
@@ -85,6 +85,12 @@ def _is_certain(
 
 
 def _tells(key: str, part: Part, has_weight: bool) -> bool:
-    """Return whether a tensor with this name or dtype can only be a scale, a zero point or a group index."""
+    """Return whether a tensor that fits a part can only belong to a quantised weight, as a scale, for example.
+
+    Args:
+        key: Key of the tensor.
+        part: Part of the form that the tensor fits.
+        has_weight: Whether a tensor has the weight's own key.
+    """
     is_number = any(dtype.is_floating_point and dtype.itemsize > 1 for dtype in part.dtypes)
     return not is_number or (not has_weight and "weight" in key.split(".")[-1]) or key.endswith("_scale_inv")

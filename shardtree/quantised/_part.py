@@ -1,7 +1,7 @@
-"""Part: one of a weight's stored tensors, the box of it that a box of the weight needs, and the ranks' pieces of it.
+"""Part: one of a quantised weight's stored tensors, such as its values or its scales.
 
-A form lists a weight's parts. Here, they are values and a scale for each block of two by three, and the box of rows 1
-to 2 and columns 3 to 5 of the weight is needed::
+A part knows which box of the stored tensor a box of the weight needs. In this example, the parts are values and a scale
+for each block of 2 x 3, and the box of rows 1 to 2 and columns 3 to 5 of the weight is needed::
 
     weight (4, 6)             values: per=(1, 1)        scales: per=(2, 3), so (2, 2)
      .  .  .   .  .  .         .  .  .   .  .  .
@@ -12,8 +12,8 @@ to 2 and columns 3 to 5 of the weight is needed::
 
     box (1:3, 3:6)             needs (1:3, 3:6)          needs (0:2, 1:2): rows // 2, columns // 3
 
-With `pack=(1, 2)`, the values are stored as (4, 3), two in each element, and the box needs columns 1 to 2 of them:
-values outside the box are read with it and left out. Parts are immutable: `of` returns another one.
+With `pack=(1, 2)`, the values are stored as (4, 3), two in each element. Then the box needs columns 1 to 2 of them, and
+the value outside the box is read and dropped. Parts are immutable: `of` returns another one.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ WINDOW = 2**19
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One of a weight's stored tensors.
+    """Description of one of a weight's stored tensors, such as its values or its scales.
 
     Attributes:
-        name: Suffix of the part's key, after the weight's.
-        dtypes: Dtypes that the part may have; the first one is written.
-        read: Function from stored elements to those that the weight is made of, mostly float32.
-        per: Block size along the weight's last two axes: how many elements of the weight share one element of the part.
+        name: Suffix of the tensor's key, which is appended to the weight's key or replaces the form's `base`.
+        dtypes: Dtypes that the tensor may have; the first one is written.
+        read: Function that decodes (and unpacks) stored elements, usually to float32.
+        per: Block size along the weight's last two axes: elements of the weight that share one element of this part.
             0 means the whole axis; -n means groups of n elements that may lie anywhere along the axis (GPTQ). One
-            number for a part without the last axis, None for a part without any axis of the weight.
-        pack: Number of the part's elements in one stored element, along the same axes.
+            number for a part without the last axis; None for a part without any axis of the weight.
+        pack: Number of the part's elements that are packed into one stored element, along the same axes.
         tail: Sizes of further axes of the stored tensor.
-        group: Group size of a part whose elements are group indices (`g_idx`), 0 for other parts. If positive, each
-            group has that many consecutive rows: an index is read as its difference from the expected index, which must
+        group: Group size of a part that stores the group index of each row (`g_idx`), 0 for other parts. A positive
+            size means groups of consecutive rows; `spread` then returns each index minus the expected one, which must
             be 0. -n means groups of n rows that may lie anywhere.
-        count: Number of stored elements along an axis of groups, or an upper bound of group indices; `of` fills it in.
-        shape: For a part that stores the weight's shape, the shape of the weight's matrices, empty for other parts. The
-            stored shape is read as its difference from this shape, which must be 0. In a form, any two sizes will do,
-            since `of` fills in the weight's.
+        count: Number of groups if rows may lie in any group; filled in by `of`.
+        shape: Shape of the weight's matrices, for a part that stores it; empty for other parts. `spread` returns the
+            stored shape minus this one, which must be 0. A form may have any two sizes here; `of` fills in the actual
+            ones.
     """
 
     name: str
@@ -70,7 +70,7 @@ class Part:
     shape: tuple[int, ...] = ()
 
     def of(self, whole: Sequence[int]) -> Part:
-        """Return the part for a weight whose stored matrices have the shape `whole`."""
+        """Return the part with `count` and `shape` filled in, for stored matrices of the shape `whole`."""
         if self.shape:
             return replace(self, shape=tuple(whole[-2:]))
         by = min(self.group, *(self.per or (0,)))
@@ -78,11 +78,11 @@ class Part:
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """Elements of the weight, along its last two axes, that share one stored element; 0 means the whole axis."""
+        """Number of elements of the weight, along its last two axes, per stored element; 0 means the whole axis."""
         return tuple(max(0, per) * pack for per, pack in zip(self.per or (), self.pack, strict=False))
 
     def box(self, offset: Sequence[int], shape: Sequence[int]) -> Box:
-        """Return the smallest box of the stored tensor with all elements that a box of the weight needs."""
+        """Return the smallest box of the stored tensor that a box of the weight needs, given its offset and shape."""
         if self.per is None:
             return Box((0,) * len(self.tail), self.tail)
         starts, sizes = [*offset[:-2]], [*shape[:-2]]
@@ -92,9 +92,9 @@ class Part:
         return Box((*starts, *(0,) * len(self.tail)), (*sizes, *self.tail))
 
     def pieces(self, offset: Sequence[int], shape: Sequence[int]) -> list[tuple[Box, bool]]:
-        """Return the result of `box`, cut into pieces, each with whether this box of the weight owns the piece.
+        """Return the result of `box` cut into (piece, is owned) pairs, so that each stored element is saved only once.
 
-        Elements that several boxes need, because an edge cuts a block, are owned by the first of these boxes.
+        If an edge cuts a block, several boxes of the weight need its stored element. The first of them owns it.
         """
         box = self.box(offset, shape)
         if 0 in shape:
@@ -115,7 +115,13 @@ class Part:
         ]
 
     def spread(self, elements: torch.Tensor, offset: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
-        """Return a weight's box of decoded elements, from the stored elements of `box`; axes of size 1 broadcast."""
+        """Return this part's decoded elements, one for each element of a box of the weight; axes of size 1 broadcast.
+
+        Args:
+            elements: Stored elements, those of `self.box(offset, shape)`.
+            offset: Offset of the box of the weight.
+            shape: Shape of the box of the weight.
+        """
         values = self.read(elements)
         if self.group > 0:
             places = torch.arange(offset[-2], offset[-2] + shape[-2], device=values.device)
@@ -136,7 +142,7 @@ class Part:
 
 
 def inside(box: Box, base: Sequence[int]) -> Box:
-    """Return a box with its offset counted from a base offset."""
+    """Return a box with its offset relative to another offset."""
     return Box(tuple(low - first for low, first in zip(box.offset, base, strict=True)), box.shape)
 
 
@@ -160,7 +166,15 @@ def decoded(
     box: Box,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Return a box of a weight's stored matrices, decoded from the needed boxes of its parts.
+    """Return a box of a weight's stored matrices, decoded from its values, scales and so on.
+
+    Args:
+        key: Key of the weight, for errors.
+        parts: Descriptions of the stored tensors.
+        join: Function from the decoded elements of all parts to the weight's.
+        tensors: Elements of each stored tensor, those of `part.box(*box)`.
+        box: Box of the weight's stored matrices.
+        dtype: Dtype of the result.
 
     Raises:
         UnsupportedValue: rows belong to other groups than the form says, or the stored shape isn't the shape of the
@@ -191,15 +205,15 @@ def _not_as_said(key: str, part: Part, tensor: torch.Tensor, row: int) -> Unsupp
   Recode them with the program that wrote them."""
         return UnsupportedValue(error_text(heading, found=found, expected=expected, fix=fix))
     heading = f"quantised: rows of {key!r} belong to other groups than the form says"
-    fix = "Choose the form for rows in any order, or set `per` and `group` to the size that config.json names."
+    fix = "Choose the form with rows in any order, or set `per` and `group` to the size that config.json names."
     return UnsupportedValue(error_text(heading, found=f"{part.name} of rows from {row}", fix=fix))
 
 
 def windows(box: Box, high: int, wide: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yield the windows into which a box is cut, each within one matrix, as (offset, shape) relative to the box.
+    """Cut a box into windows, and yield each as (offset, shape) relative to the box.
 
     Args:
-        box: Box of matrices.
+        box: Box of matrices; each window is in one of them.
         high: Upper bound of a window's rows; cuts are at multiples of it in the whole matrix.
         wide: Upper bound of a window's columns.
     """
@@ -211,15 +225,20 @@ def windows(box: Box, high: int, wide: int) -> Iterator[tuple[tuple[int, ...], t
                 yield (*place, low, first), (*(1,) * len(front), end - low, min(wide, columns - first))
 
 
-# Shards of parts: pieces that a box owns, pieces that several ranks have, and their union as one tensor.
+# Shards of stored tensors: cut into pieces, each with one owner among the ranks that have it, and joined again.
 
 
 Pieces = Sequence[tuple[Box, bool]]
-"""Boxes, each with whether the rank that needs it owns it."""
+"""Boxes of a stored tensor, each with whether this rank owns it: only the owner's copy is the main replica."""
 
 
 def is_of_blocks(box: Box, whole: Sequence[int], block: Sequence[int]) -> bool:
-    """Return whether a box begins and ends where blocks do along the last two axes; a block of 0 is the whole axis.
+    """Return whether a box consists of whole blocks, which are cut along the last two axes.
+
+    Args:
+        box: Box of matrices.
+        whole: Whole shape of the matrices.
+        block: Numbers of rows and columns of a block; 0 means the whole axis.
 
     Examples:
         >>> last, first = Box((128, 0), (72, 6)), Box((0, 0), (64, 6))
@@ -232,7 +251,16 @@ def is_of_blocks(box: Box, whole: Sequence[int], block: Sequence[int]) -> bool:
 
 
 def shard_of(weight: ShardedTensor, key: str, part: Part, box: Box, whole: Sequence[int], data: Any) -> ShardedTensor:
-    """Return the shard of a part's box, derived from the weight's shard."""
+    """Return the shard of a stored tensor, derived from the weight's shard.
+
+    Args:
+        weight: Shard of the weight.
+        key: Key of the stored tensor.
+        part: Description of the stored tensor.
+        box: Box of the stored tensor.
+        whole: Whole shape of the weight's stored matrices.
+        data: Elements of the box, or None.
+    """
     front = 0 if part.per is None else weight.prepend_axis_num
     return replace(
         weight,
@@ -249,7 +277,7 @@ def shard_of(weight: ShardedTensor, key: str, part: Part, box: Box, whole: Seque
 
 
 def owned(shard: ShardedTensor, is_own: bool) -> ShardedTensor:
-    """Return a shard: unchanged if this rank owns it, else with the replica id of a further copy."""
+    """Return a shard unchanged if this rank owns it, else with a replica id that isn't the main one."""
     if is_own:
         return shard
     replica = shard.replica_id
@@ -257,7 +285,7 @@ def owned(shard: ShardedTensor, is_own: bool) -> ShardedTensor:
 
 
 def in_pieces(shard: ShardedTensor, pieces: Pieces) -> StoredForm:
-    """Return the stored form, in pieces, of a part that a rank holds as one box; other ranks hold some pieces, too."""
+    """Return the stored form of a stored tensor's shard: a shard for each piece, since pieces may differ in owner."""
     front, shards = shard.prepend_axis_num, []
     for box, is_own in pieces:
         inside = [low - base for low, base in zip(box.offset, shard.global_offset, strict=True)][front:]
@@ -268,7 +296,7 @@ def in_pieces(shard: ShardedTensor, pieces: Pieces) -> StoredForm:
 
 
 def joined(pieces: Pieces, tensors: Sequence[Any]) -> Any:
-    """Return the tensors of a box's pieces, joined into one tensor; lazy if they are lazy.
+    """Return the tensors of pieces joined into the box that they tile; lazy if they are lazy.
 
     Examples:
         >>> joined([(Box((0, 0), (1, 1)), False), (Box((0, 1), (1, 2)), True)], [torch.zeros(1, 1), torch.ones(1, 2)])

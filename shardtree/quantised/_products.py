@@ -39,7 +39,11 @@ def fp8_products(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def _loop_for(elements: int) -> Loop | None:
-    """Return the compiled loop; None without numba, or while too few elements were read to repay compiling."""
+    """Return the compiled loop; None without numba, or as long as too few elements were decoded to repay compiling.
+
+    Args:
+        elements: Number of elements of this call, which is added to the count.
+    """
     _seen[0] += elements  # concurrent threads may lose a count, which doesn't matter
     return _loop() if _seen[0] >= _WORTH else None
 

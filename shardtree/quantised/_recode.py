@@ -33,23 +33,24 @@ def recode(
 ) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
     """Return a transform that recodes the quantised weights of a checkpoint, for `transform=` of `convert`.
 
-    It takes a tree of whole lazy shards. Elements are read when they are written, box by box. Tensors that belong to no
-    quantised weight stay as they are.
+    The transform takes a tree of whole lazy shards. Elements are read only when the result is written, box by box.
+    Tensors that belong to no quantised weight stay as they are.
 
     Args:
-        to: Dtype for plain weights, or form for quantised ones.
-        also: Patterns of keys of plain weights that are quantised, too, as an export needs.
-        forms: Forms to look for, by the names, dtypes and shapes of their tensors; None for all of `FORMS`.
+        to: Form to which weights are recoded, or dtype to which they are dequantised.
+        also: Patterns of keys of unquantised weights to quantise, too, as for the export of a dense checkpoint.
+        forms: Forms in which weights may be stored now, recognised by the names, dtypes and shapes of their tensors;
+            None for all of `FORMS`.
         lossless: Whether rounding an element is an error; otherwise, elements are rounded to the nearest.
-        plain: Patterns of keys of tensors that belong to no quantised weight, although they look like parts of one.
+        plain: Patterns of keys of tensors that look like tensors of a quantised weight, but aren't.
 
     Raises:
         ShapeError: the form can only be read, or the dtype isn't a floating-point one. When the transform is applied: a
-            part of a weight isn't cut into whole blocks, tensors with the names of a form fit none or several forms,
-            FP8 or FP4 values have no scales, some parts of a weight are missing, or scales lie beside integers or bytes
-            that no form explains; the error names all of them.
-        KeyMismatch: a pattern fits no key, or none that gets the form; or a part would have the key of another tensor;
-            the error names all of them.
+            shard of a weight isn't made of whole blocks, tensors with the names of a form fit none or several forms,
+            FP8 or FP4 values have no scales, some tensors of a weight are missing, or scales belong to integers or
+            bytes that fit no form; the error names all of them.
+        KeyMismatch: a pattern fits no key; a pattern in `also` fits neither a quantised weight nor floating-point
+            numbers; or a stored tensor would have the key of another tensor; the error names all of them.
         MetadataError: `also` has patterns, but `to` is a dtype.
         UnsupportedValue: a float64 weight would be rounded, with `lossless`. When a weight is written: an element isn't
             finite, or, with `lossless`, is rounded.
@@ -96,7 +97,7 @@ def recode(
 
 
 def _check_to(to: Form | torch.dtype, also: Sequence[str]) -> None:
-    """Raise unless weights can be recoded to a form or a dtype."""
+    """Raise an error unless weights can be recoded to a form or dtype; a dtype excludes patterns in `also`."""
     if isinstance(to, Form):
         to.check_made("recode")
         return
@@ -121,17 +122,17 @@ def _unite(rest: Mapping[str, Any], parts: Sequence[ShardedTensor]) -> dict[str,
 def _forms_of(
     tensors: Mapping[str, Any], forms: Sequence[Form], is_plain: Callable[[str], bool], *, are_named: bool
 ) -> dict[str, Form]:
-    """Return the form of each quantised weight.
+    """Return the form of each quantised weight, by the weight's key.
 
     Args:
         tensors: Shards by key.
         forms: Forms that weights may have.
-        is_plain: Predicate of a key: whether its tensor belongs to no quantised weight.
+        is_plain: Function that says of a key whether its tensor belongs to no quantised weight.
         are_named: Whether the caller chose the forms.
 
     Raises:
         ShapeError: tensors have the names of forms but fit none or several of them, FP8 or FP4 values have no scales,
-            some parts of a weight are missing, or scales lie beside values that no form explains.
+            some tensors of a weight are missing, or scales belong to values that fit no form.
     """
     tree = {key: tensor for key, tensor in tensors.items() if not is_plain(key)}
     fitting, misfits, named = defaultdict[str, list[Form]](list), dict[str, str](), set[str]()
@@ -170,11 +171,11 @@ def _forms_of(
 
 
 def _unexplained(tensors: Mapping[str, ShardedTensor], known: Collection[str]) -> dict[str, str]:
-    """Return a description of each tensor of integers or bytes that lies beside its scales but fits no form, by key.
+    """Return a description of each quantised tensor that has scales but fits no form, by key.
 
     Args:
         tensors: Shards by key.
-        known: Keys of tensors that a form explains, or about which another error is raised.
+        known: Keys to ignore: tensors that fit a form, or about which there is an error already.
     """
     dtypes = {key: tensor.dtype for key, tensor in tensors.items()}
     values = {key: dtype for key, dtype in dtypes.items() if key not in known}
@@ -185,7 +186,7 @@ def _unexplained(tensors: Mapping[str, ShardedTensor], known: Collection[str]) -
 
 
 def _in_form(weight: ShardedTensor, to: Form | torch.dtype, lossless: bool) -> Sequence[ShardedTensor]:
-    """Return the stored shards of a whole weight, recoded to a form or a dtype."""
+    """Return the shards that store a whole weight in a form, or as one plain tensor of a dtype."""
     if isinstance(to, Form):
         form = replace(to, encode=_without_loss(weight.key, to)) if lossless else to
         shards = form.lens(weight).shards

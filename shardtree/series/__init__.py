@@ -1,4 +1,4 @@
-"""Series: the steps of a run under one root, listed, saved, resumed from, and removed by a policy, after a dry run."""
+"""Series: the steps of a run under one root: listing, saving, resuming, and removal by a policy after a dry run."""
 
 import typing
 

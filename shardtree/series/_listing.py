@@ -1,4 +1,4 @@
-"""The listing of a series: finished checkpoints under a root, each with its record."""
+"""The listing of a series: finished checkpoints under a root, each with the file that records its time and metrics."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from .policies import SavedStep, sorted_steps
 
 
 def check_names(names: object) -> None:
-    """Raise an error unless a format gives each step a different name, from which its number can be parsed.
+    """Raise an error unless `names` is a format of folders' names from which the step number can be parsed.
 
     Raises:
-        MetadataError: The format doesn't.
+        MetadataError: It isn't such a format.
     """
     try:
         fine = isinstance(names, str) and all(step_number(names, step_folder(names, one)) == one for one in (0, 12345))
@@ -38,7 +38,7 @@ def check_names(names: object) -> None:
 
 
 def step_folder(names: str, number: int) -> str:
-    """Return the name of a step's folder.
+    """Return the name of a step's folder, made with the format `names`.
 
     Examples:
         >>> step_folder("step_{:08d}", 42)
@@ -48,7 +48,9 @@ def step_folder(names: str, number: int) -> str:
 
 
 def step_number(names: str, folder: str) -> int | None:
-    """Return the step number in a folder's name, with any number of leading zeros; None if it isn't a step's name.
+    """Return the step number in a folder's name; None if the name doesn't have the format `names`.
+
+    The number may have more or fewer leading zeros than in the format.
 
     Examples:
         >>> step_number("step_{:08d}", "step_42"), step_number("step_{:08d}", "notes")
@@ -79,12 +81,12 @@ _NOT_FINITE = {"nan", "inf", "-inf"}
 
 @dataclass(frozen=True, slots=True)
 class FileMark:
-    """The state of a file when a removal was planned; a file that has changed since stays.
+    """The state of a file when a removal was planned. If it has changed since, the removal doesn't touch the file.
 
     Attributes:
         name: Name in the step's folder.
         nbytes: Length in bytes.
-        changed: Time of its last change, by the storage's clock.
+        changed: Time of the file's last change, by the storage's clock.
     """
 
     name: str
@@ -94,14 +96,14 @@ class FileMark:
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """The content of a step's record.
+    """The content of the file `shardtree-step.json` in a step's folder.
 
     Attributes:
         time: Time of the save, in seconds since 1970; None if it isn't known.
         metrics: Metrics by name.
         pinned: Whether every policy keeps the step.
-        removing: Files that are being removed, beginning with those that make the folder a checkpoint; empty without a
-            removal.
+        removing: Files to remove, beginning with those that make the folder a checkpoint, if a removal of the step has
+            begun; otherwise empty.
     """
 
     time: float | None = None
@@ -111,7 +113,7 @@ class StepRecord:
 
 
 def encode_record(record: StepRecord) -> bytes:
-    """Return a record's bytes.
+    """Return the bytes of a step's record, which are JSON.
 
     Examples:
         >>> encode_record(StepRecord(12.5, {"loss": float("nan")}))
@@ -125,10 +127,14 @@ def encode_record(record: StepRecord) -> bytes:
 
 
 def decode_record(data: bytes, where: str) -> StepRecord:
-    """Return the record of a file's bytes.
+    """Return the step's record that bytes of a file contain.
+
+    Args:
+        data: Bytes of the file.
+        where: Path of the file, for errors.
 
     Raises:
-        CorruptCheckpoint: The bytes aren't a record, or belong to a later version.
+        CorruptCheckpoint: The bytes aren't a record, or were written by a later version.
     """
     fields = parse_json(data, where)
     try:
@@ -138,13 +144,13 @@ def decode_record(data: bytes, where: str) -> StepRecord:
         removing = tuple(FileMark(_text(name), _whole(size), _time(when)) for name, size, when in fields["removing"])
         return StepRecord(_time(fields["time"]), metrics, fields["pinned"], removing)
     except (TypeError, ValueError, LookupError, AttributeError) as error:
-        fix = "It was damaged, or made by another program or a later version; the step is kept."
+        fix = "Update shardtree if a later version wrote it, or remove it if it is damaged; the step is kept."
         heading = f"series: {where!r} isn't a record of a step"
         raise CorruptCheckpoint(error_text(heading, found=error, fix=fix)) from None
 
 
 def read_record(root: Storage, folder: str) -> StepRecord | None:
-    """Return the record of a step; None if it has none.
+    """Return a step's record; None if the step's folder has no record file.
 
     Raises:
         CorruptCheckpoint: The record can't be read.
@@ -171,10 +177,10 @@ def write_record(root: Storage, folder: str, record: StepRecord) -> None:
 
 
 def checked_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
-    """Return metrics as floats; tensors with one element count as numbers.
+    """Return metrics as floats by name; a value may be a number or a tensor with one element.
 
     Raises:
-        MetadataError: A name isn't text, or a value isn't a number.
+        MetadataError: A name isn't a printable string, or a value isn't a number.
 
     Examples:
         >>> checked_metrics({"loss": 1})
@@ -227,7 +233,9 @@ logger = logging.getLogger("shardtree")
 
 
 def list_steps(root: Storage, names: str, strategies: Strategies | None) -> tuple[SavedStep, ...]:
-    """Return the finished steps under a root, in the order of their numbers, without unfinished and failed ones.
+    """Return the finished steps under a root, in the order of their numbers.
+
+    Steps whose save isn't finished, or whose removal has begun, are left out.
 
     Args:
         root: Folder of all steps.
@@ -253,7 +261,7 @@ def list_steps(root: Storage, names: str, strategies: Strategies | None) -> tupl
 
 
 def newest_step(root: Storage, names: str, strategies: Strategies | None) -> SavedStep | None:
-    """Return the newest finished step; None if there is none. Older ones aren't looked at.
+    """Return the finished step with the highest number; None if there is none. Older steps aren't read.
 
     Args:
         root: Folder of all steps.
@@ -269,7 +277,7 @@ def newest_step(root: Storage, names: str, strategies: Strategies | None) -> Sav
 
 
 def saved_step(root: Storage, folder: str, number: int, strategies: Strategies | None) -> SavedStep | None:
-    """Return a step if its folder holds a finished checkpoint whose removal hasn't begun."""
+    """Return the step in a folder; None if the folder has no finished checkpoint, or its removal has begun."""
     try:
         if not is_checkpoint(folder_in(root, folder), strategies=strategies):
             return None
@@ -287,7 +295,10 @@ def saved_step(root: Storage, folder: str, number: int, strategies: Strategies |
 
 
 def sound_record(root: Storage, folder: str) -> StepRecord:
-    """Return a step's record; an unreadable record counts as pinned, since the step may be."""
+    """Return a step's record, or an empty one if the step has none.
+
+    If the record can't be read, the result is pinned, so that no policy removes a step that may be pinned.
+    """
     try:
         return read_record(root, folder) or StepRecord()
     except CorruptCheckpoint as error:
@@ -296,10 +307,10 @@ def sound_record(root: Storage, folder: str) -> StepRecord:
 
 
 def is_being_removed(root: Storage, folder: str, record: StepRecord) -> bool:
-    """Return whether a removal of the checkpoint in a folder was begun and isn't finished.
+    """Return whether a removal of the checkpoint in a folder has begun and isn't finished.
 
-    If the file that makes the folder a checkpoint is another one by now, a save that didn't know of the removal has put
-    a new checkpoint there.
+    The answer is False if the file that makes the folder a checkpoint was replaced after the removal began: then a save
+    that didn't know of the removal has put a new checkpoint there.
     """
     if not record.removing:
         return False
@@ -308,14 +319,14 @@ def is_being_removed(root: Storage, folder: str, record: StepRecord) -> bool:
 
 
 def mark(root: Storage, folder: str, name: str) -> FileMark | None:
-    """Return a file's length and time, which differ from those of a replacement; None if the file doesn't exist."""
+    """Return a file's present length and time of last change, to compare later; None if it doesn't exist."""
     full = f"{folder}/{name}"
     length = root.length(full)
     return None if length is None else FileMark(name, length, root.changed(full))
 
 
 def _save_time(root: Storage, folder: str, strategies: Strategies | None) -> float:
-    """Return the save time of a checkpoint without a record: the time of the files by which it is recognised."""
+    """Return an estimate of a checkpoint's save time: the last change of the files that make it a checkpoint."""
     decider = root.changed(f"{folder}/{METADATA_FILE}")
     if decider is not None:
         return decider

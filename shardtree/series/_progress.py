@@ -1,4 +1,4 @@
-"""Warnings about steps that repeat the one before, or whose tensors differ from those in memory."""
+"""Warnings about a saved step whose tensors equal those of the step before, or differ from those in memory."""
 
 from __future__ import annotations
 
@@ -20,14 +20,17 @@ logger = logging.getLogger("shardtree")
 
 
 def progress_check(tree: Any, place: SavePlace, names: str, number: int, world: World) -> Callable[[], None]:
-    """Return a function that warns, once a step is committed, if its tensors differ from those to be saved.
+    """Return a function to call once a step is committed, which logs warnings if the step looks wrong.
+
+    It warns if the stored tensors differ from the tensors in memory at the time of this call, or equal those of the
+    step before. They are compared by fingerprints. All ranks must call this function.
 
     Args:
-        tree: The rank's tree, as `save` gets it.
-        place: Root, folder and record of the step.
-        names: The format of folders' names.
-        number: The number of the step.
-        world: World of the ranks that save; the call is collective.
+        tree: This rank's tree, as passed to `save`.
+        place: Target of the save.
+        names: Format of folders' names.
+        number: Number of the step.
+        world: World of the ranks that save.
     """
     try:
         numbers = fingerprint(tree, world=world)
@@ -38,7 +41,14 @@ def progress_check(tree: Any, place: SavePlace, names: str, number: int, world: 
 
 
 def _warn(place: SavePlace, names: str, number: int, in_memory: Mapping[str, int]) -> None:
-    """Log suspicious facts about a step that was just committed. Never raises: the step is whole."""
+    """Log warnings about a step that was just committed, if it looks wrong; log problems, too, instead of raising them.
+
+    Args:
+        place: Target of the save.
+        names: Format of folders' names.
+        number: Number of the step.
+        in_memory: Fingerprints of the tensors in memory when the save began, by key.
+    """
     try:
         stored = _stored(place.root, place.folder, place.strategies)
         earlier = [step for step in list_steps(place.root, names, place.strategies) if step.number < number]
@@ -64,6 +74,6 @@ def _warn(place: SavePlace, names: str, number: int, in_memory: Mapping[str, int
 
 
 def _stored(root: Storage, folder: str, strategies: Strategies | None) -> dict[str, int]:
-    """Return the fingerprints that a step's save stored; {} if it stored none."""
+    """Return the fingerprints stored with a step's tensors, by key; empty if none were stored."""
     checkpoint = open_together(folder_in(root, folder), one_process(), LoadOptions(), strategies)
     return stored_fingerprints(sharded_metadata(checkpoint, None, None, strategies))

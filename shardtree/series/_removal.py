@@ -1,4 +1,4 @@
-"""The plan of a removal, as a value: printed, it is the dry run; executed, it removes exactly those files."""
+"""The plan of a removal of steps, as a value. Printing it is the dry run; executing it removes exactly those files."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ IRREMOVABLE = "can't be removed"
 
 @dataclass(frozen=True, slots=True)
 class StepFiles:
-    """The files of a step to be removed.
+    """The files of one step that a removal takes.
 
     Attributes:
         number: Number of the step.
-        folder: Name of its folder under the root.
-        files: The checkpoint's own files, beginning with those that make the folder a checkpoint.
-        others: Other files in the folder, which stay.
+        folder: Name of the step's folder under the root.
+        files: Files to remove: the checkpoint's own, beginning with those that make the folder a checkpoint.
+        others: Names of other files in the folder, which stay.
     """
 
     number: int
@@ -47,18 +47,18 @@ class StepFiles:
 
     @property
     def nbytes(self) -> int:
-        """Bytes to remove."""
+        """Number of bytes to remove in this step."""
         return sum(file.nbytes for file in self.files)
 
 
 @dataclass(frozen=True, slots=True)
 class Removal:
-    """A plan of the steps to remove and to keep, with reasons; printed, it is the dry run.
+    """A plan of the steps to remove and to keep, with reasons. Printing it is the dry run.
 
     Attributes:
-        steps: Listing from which the policy chose, by number.
-        kept: Reasons for keeping each step that stays, by its number.
-        going: Steps to remove.
+        steps: All finished steps when the plan was made, in the order of their numbers.
+        kept: Reasons for keeping a step, by the step's number.
+        going: Files of each step to remove.
 
     Examples:
         >>> from shardtree.retention import keep_last, kept_steps
@@ -77,12 +77,12 @@ class Removal:
 
     @property
     def nbytes(self) -> int:
-        """Bytes to remove."""
+        """Number of bytes to remove in all steps."""
         return sum(step.nbytes for step in self.going)
 
     @property
     def irremovable(self) -> tuple[int, ...]:
-        """Numbers of the steps that no policy keeps and that can't be removed, such as one that is being saved."""
+        """Numbers of the steps that stay only because they can't be removed, such as one that is being saved."""
         return tuple(number for number, reasons in self.kept.items() if reasons[0].startswith(IRREMOVABLE))
 
     def __str__(self) -> str:
@@ -124,7 +124,7 @@ STALE_AFTER = 3600.0
 
 
 def step_files(root: Storage, folder: str, number: int, strategies: Strategies | None) -> StepFiles | str:
-    """Return a step's files, those to remove and those that stay, or the reason why the step can't be removed.
+    """Return the files that a removal of a step takes, or the reason why the step can't be removed.
 
     Args:
         root: Folder of all steps.
@@ -169,7 +169,7 @@ def is_being_saved(storage: Storage, own: Iterable[str] = ()) -> bool:
 
     Args:
         storage: The folder.
-        own: Files of the checkpoint in it, whose save is finished.
+        own: Files of the finished checkpoint in the folder; their save counts as finished.
     """
     before = time.time() - STALE_AFTER
     own_folders = {name.partition("/")[0] for name in own}

@@ -1,8 +1,9 @@
-"""Removal of steps: a listing shows a step whole or not at all.
+"""Removal of steps, so that a listing shows a step whole or not at all, even if the removal is interrupted.
 
-First a note in the step's folder names the files to remove: one atomic write takes the step out of the listing. Then
-the files are removed, those that make it a checkpoint first, and the note last. If that is interrupted, the note says
-what is left to do. Nothing is renamed: folders with other files can't be renamed away, and object stores don't rename.
+First, a note with the files to remove replaces the step's record; this atomic write takes the step out of the listing.
+Then the files are removed, beginning with those that make the folder a checkpoint, and the note last. If the process
+dies in between, the note says what is left to do. Nothing is renamed: folders with other files can't be renamed away,
+and object stores don't rename.
 """
 
 from __future__ import annotations
@@ -45,17 +46,17 @@ logger = logging.getLogger("shardtree")
 
 
 def plan_removal(root: Storage, names: str, policy: Choose, strategies: Strategies | None) -> Removal:
-    """Return the plan of removing the present steps that a policy doesn't keep; nothing is changed."""
+    """Return the plan to remove the finished steps that a policy doesn't keep; nothing is removed yet."""
     with listed(root) as listing:
         steps = list_steps(listing, names, strategies)
         return _plan(listing, steps, dict(kept_steps(policy, steps)), strategies)
 
 
 def apply_policy(root: Storage, names: str, policy: Choose, strategies: Strategies | None, number: int) -> None:
-    """After a step was saved, remove the other steps that a policy doesn't keep; the policy's errors are raised.
+    """Remove the steps that a policy doesn't keep, after step `number` was saved; this step stays in any case.
 
-    A step that can't be removed is a warning in the log: the save that was just committed is whole, and the next one
-    tries again.
+    If a step can't be removed, a warning is logged: the save itself succeeded, and the next one tries again. Errors of
+    the policy are raised.
     """
 
     def choose(steps: Sequence[SavedStep]) -> set[int]:
@@ -76,7 +77,9 @@ def _warn_of_irremovable(removal: Removal) -> None:
 
 
 def drop_after(root: Storage, names: str, number: int, strategies: Strategies | None) -> tuple[int, ...]:
-    """Remove the finished steps after a step, highest first, except pinned ones; return their numbers.
+    """Remove the finished steps with numbers above `number`, except pinned ones; return the removed numbers.
+
+    The highest steps are removed first.
 
     Raises:
         StorageError: Some steps can't be removed; all others were removed.
@@ -109,9 +112,10 @@ def _plan(
 
 
 def remove_steps(root: Storage, names: str, removal: Removal, strategies: Strategies | None) -> tuple[int, ...]:
-    """Finish earlier removals, then execute a plan; return the numbers of the steps that were removed.
+    """Finish interrupted removals, then execute a plan; return the numbers of the steps that were removed.
 
-    A step stays if it was saved anew or pinned since the plan, is the newest by now, or if a save to it is in progress.
+    A step of the plan stays if it was changed or pinned after the plan was made, if it is the newest step now, or if a
+    save to it is in progress.
 
     Raises:
         StorageError: Some steps can't be removed; all others were removed.
@@ -123,7 +127,16 @@ def remove_steps(root: Storage, names: str, removal: Removal, strategies: Strate
 def _remove_steps(
     root: Storage, names: str, removal: Removal, strategies: Strategies | None, newest: int | None = None
 ) -> tuple[int, ...]:
-    """Execute a plan. For `drop_after`, `newest` is the step that stays the newest, and the highest steps go first."""
+    """Execute a plan, as `remove_steps` does, in a listing.
+
+    Args:
+        root: Folder of all steps.
+        names: Format of their folders' names.
+        removal: The plan.
+        strategies: Dispatch table; None for the process's.
+        newest: Step that must stay, after which all steps are removed, highest first; None for the step that is the
+            newest now, and the lowest step first.
+    """
     failures = finish_removals(root, names)
     steps = list_steps(root, names, strategies)
     # Steps are looked up again, since the plan may be old: the newest by now, and pinned ones, stay.
@@ -144,7 +157,13 @@ def _remove_steps(
 
 
 def _remove_together(root: Storage, items: list[StepFiles], failures: list[str]) -> list[StepFiles]:
-    """Remove steps in parallel, one phase after the other; return those that were removed."""
+    """Remove several steps together, each phase for all of them before the next; return the steps that were removed.
+
+    Args:
+        root: Folder of all steps.
+        items: Files of the steps to remove.
+        failures: List to which errors are added.
+    """
     for phase in (_is_as_planned, _note, *_PHASES):
         items = [item for item in items if _attempt(root, item.folder, partial(phase, root, item), failures)]
         try:
@@ -156,7 +175,7 @@ def _remove_together(root: Storage, items: list[StepFiles], failures: list[str])
 
 
 def finish_removals(root: Storage, names: str) -> list[str]:
-    """Finish interrupted removals, and return the errors of those that can't be finished."""
+    """Finish all interrupted removals under a root; return an error text for each that can't be finished."""
     failures: list[str] = []
     prefetch(root, (f"{name}/{RECORD_FILE}" for name in root.names()))
     for name in root.names():
@@ -166,7 +185,7 @@ def finish_removals(root: Storage, names: str) -> list[str]:
 
 
 def finish_removal(root: Storage, name: str) -> bool:
-    """Finish the removal of a step, if one was begun in this folder; return whether it was."""
+    """Finish an interrupted removal in a step's folder; return False if no removal had begun there."""
     if root.length(f"{name}/{RECORD_FILE}") is None:
         if is_folder(root, name) and not root.names(name):
             remove_folder(root, name)  # interrupted between the removal of the note and that of the folder
@@ -180,7 +199,7 @@ def finish_removal(root: Storage, name: str) -> bool:
 
 
 def _is_as_planned(root: Storage, item: StepFiles) -> bool:
-    """Return whether nothing of a step has changed since the plan, and no save to it is in progress."""
+    """Return whether a step's files are unchanged since the plan was made, and no save to the step is in progress."""
     # The plan lists every file with length and time, so that the removal equals the dry run.
     if any(mark(root, item.folder, file.name) != file for file in item.files):
         if is_folder(root, item.folder):
@@ -193,7 +212,7 @@ def _is_as_planned(root: Storage, item: StepFiles) -> bool:
 
 
 def _note(root: Storage, item: StepFiles) -> bool:
-    """Note the files to remove in a step's folder; return False if another process has removed the step meanwhile."""
+    """Replace a step's record by a note with the files to remove; return False if another process removed the step."""
     try:
         write_record(root, item.folder, StepRecord(removing=item.files))
     except StorageError:
@@ -204,7 +223,7 @@ def _note(root: Storage, item: StepFiles) -> bool:
 
 
 def _remove_files(root: Storage, item: StepFiles, *, part: slice) -> bool:
-    """Remove some of a step's files, unless they have changed."""
+    """Remove the files `item.files[part]` of a step, except those that have changed since the plan was made."""
     for file in item.files[part]:
         if mark(root, item.folder, file.name) == file:
             root.remove(f"{item.folder}/{file.name}")
@@ -212,7 +231,7 @@ def _remove_files(root: Storage, item: StepFiles, *, part: slice) -> bool:
 
 
 def _remove_note(root: Storage, item: StepFiles) -> bool:
-    """Remove the note, and empty folders."""
+    """Remove the note from a step's folder, and the folders that are empty now."""
     for name in root.names(item.folder):
         if is_temporary(name) and name.startswith(f".{RECORD_FILE}."):
             root.remove(f"{item.folder}/{name}")
@@ -228,7 +247,7 @@ _PHASES = (partial(_remove_files, part=slice(1)), partial(_remove_files, part=sl
 
 
 def _folders(root: Storage, folder: str, files: Sequence[FileMark]) -> list[str]:
-    """Return the folders of a checkpoint's files and of interrupted saves, inner ones first."""
+    """Return the folders inside a step's folder that its removal may leave empty, inner ones first."""
     folders = {name for name in root.names(folder) if is_save_folder(name)}
     for file in files:
         parts = file.name.split("/")
@@ -237,7 +256,10 @@ def _folders(root: Storage, folder: str, files: Sequence[FileMark]) -> list[str]
 
 
 def _attempt(root: Storage, folder: str, fn: Callable[[], bool], failures: list[str]) -> bool:
-    """Return the result of fn; False after an error, which is added to `failures` unless the folder is gone."""
+    """Return the result of `fn`, or False if it raises an error.
+
+    The error is added to `failures`, unless the step's folder doesn't exist any more.
+    """
     try:
         return fn()
     except CheckpointingException as error:
@@ -248,7 +270,7 @@ def _attempt(root: Storage, folder: str, fn: Callable[[], bool], failures: list[
 
 def _raise_failures(root: Storage, failures: Sequence[str]) -> None:
     if failures:
-        fix = "Steps whose removal has begun aren't listed any more; the next removal, or clean(), finishes it."
+        fix = "Remove the causes and try again. Steps whose removal has begun aren't listed; clean() removes the rest."
         raise StorageError(
             error_text(f"series: steps under {root.where()!r} can't be removed", offenders=failures, fix=fix)
         )
@@ -258,7 +280,7 @@ def _raise_failures(root: Storage, failures: Sequence[str]) -> None:
 
 
 def clean(root: Storage, names: str, strategies: Strategies | None, *, stale_after: float) -> tuple[str, ...]:
-    """Finish interrupted removals, remove orphaned files of unfinished steps, and return the folders that stay.
+    """Finish interrupted removals, and remove orphaned files of steps that were never finished.
 
     Args:
         root: Folder of all steps.
@@ -267,7 +289,8 @@ def clean(root: Storage, names: str, strategies: Strategies | None, *, stale_aft
         stale_after: Seconds without a change after which a save counts as interrupted, if its process can't be seen.
 
     Returns:
-        Folders of unfinished steps that still exist: a save is in progress, or files have unknown owners.
+        Folders of unfinished steps that still exist, because a save to them is in progress, or may be, or because they
+        have files that shardtree doesn't know.
     """
     with listed(root) as listing:
         failures = finish_removals(listing, names)

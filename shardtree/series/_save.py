@@ -1,4 +1,4 @@
-"""Saving a step: the checkpoint and its record, which begin to count together."""
+"""Saving a step: its checkpoint, and the record file with its time, metrics and pin, committed together."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SavePlace:
-    """The target of one save of a step.
+    """The destination of one save of a step.
 
     Attributes:
         root: Folder of all steps.
-        folder: Folder of the step.
-        record: Record of the step once the save is committed.
+        folder: Name of the step's folder under the root.
+        record: Metrics and pin to record with the step; the time is added when the record is written.
         strategies: Dispatch table; None for the process's.
     """
 
@@ -50,11 +50,11 @@ class SavePlace:
 
     @property
     def name(self) -> str:
-        """Name of the record under the root."""
+        """Path of the step's record file, relative to the root."""
         return f"{self.folder}/{RECORD_FILE}"
 
     def is_finished(self) -> bool:
-        """Return whether a finished checkpoint exists there."""
+        """Return whether the step's folder holds a finished checkpoint."""
         return is_checkpoint(folder_in(self.root, self.folder), strategies=self.strategies)
 
 
@@ -77,13 +77,16 @@ def checked_step(number: object) -> int:
 
 
 def check_save(step: object, metrics: Mapping[str, Any] | None, options: object) -> tuple[int, Mapping[str, float]]:
-    """Return the number and the metrics of a step, checked with the options of its save."""
+    """Return a step's number and metrics as plain numbers, after checking these and the save's options."""
     check_options("series: save", options, SaveOptions)
     return checked_step(step), checked_metrics(metrics)
 
 
 def each_metric(metrics: Mapping[str, Any] | None) -> dict[str, float]:
-    """Return metrics by ``metrics['<name>']``, for comparing ranks; {} for invalid ones, which a check reports."""
+    """Return the metrics under names such as ``metrics['loss']``, which an error shows if ranks differ.
+
+    The result is empty for invalid metrics: `check_save` reports those.
+    """
     # Metrics are compared as numbers: a tensor's text names its device, which differs between ranks.
     with suppress(MetadataError):
         return {f"metrics[{name!r}]": value for name, value in checked_metrics(metrics).items()}
@@ -91,7 +94,7 @@ def each_metric(metrics: Mapping[str, Any] | None) -> dict[str, float]:
 
 
 def alike_step(step: object) -> object:
-    """Return a step as ranks compare it: its number as an int, or the value itself if it has no number.
+    """Return a step's number as an int, for a comparison between ranks; other values are returned unchanged.
 
     Examples:
         >>> import numpy
@@ -104,7 +107,16 @@ def alike_step(step: object) -> object:
 
 
 def folder_for(root: Storage, names: str, number: int) -> str:
-    """Return a step's present folder, or else its usual one, after finishing an interrupted removal there."""
+    """Return the name of the folder to save a step to, after finishing an interrupted removal in it.
+
+    A step that exists keeps its folder, whatever its number of leading zeros. A warning is logged if steps with higher
+    numbers exist.
+
+    Args:
+        root: Folder of all steps.
+        names: Format string of the steps' folder names.
+        number: Number of the step.
+    """
     usual = step_folder(names, number)
     numbers = {folder: step_number(names, folder) for folder in root.names()}
     there = [folder for folder, step in numbers.items() if step == number]
@@ -124,7 +136,7 @@ def folder_for(root: Storage, names: str, number: int) -> str:
 
 
 def with_record(request: AsyncRequest[T], place: SavePlace) -> AsyncRequest[T]:
-    """Return a save that also writes a record of its step, on rank 0."""
+    """Return the request of a save with the step's record added: rank 0 writes it, and undoes it if the save fails."""
     if request.world.rank != 0:
         return request.add_finalize_fn(nothing)  # ranks finalize together, so each needs the same number of functions
 
@@ -151,7 +163,15 @@ def nothing() -> None:
 
 
 def _announce(place: SavePlace, before: list[bytes | None]) -> None:
-    """Write the record before the checkpoint counts; while an old checkpoint exists, pins of both records count."""
+    """Write the step's record before the save is committed.
+
+    If the folder already holds a checkpoint of the step, the record has no time and metrics yet, and the step counts as
+    pinned if the old record or the new one says so.
+
+    Args:
+        place: Destination of the save.
+        before: List that gets the content of the old record file, or None if there is none.
+    """
     data = place.root.read(place.name) if place.root.length(place.name) is not None else None
     record = replace(place.record, time=time.time())
     if place.is_finished():
@@ -163,7 +183,7 @@ def _announce(place: SavePlace, before: list[bytes | None]) -> None:
 
 
 def _take_back(place: SavePlace, before: bytes | None) -> None:
-    """Restore the old record, or remove the new one if there was none; never raises."""
+    """Restore the old record file after a failed save, or remove the new one if none existed; never raises."""
     try:
         if before is not None:
             place.root.replace(place.name, before, durable=True)
@@ -175,7 +195,7 @@ def _take_back(place: SavePlace, before: bytes | None) -> None:
 
 
 def change_record(root: Storage, step: SavedStep, change: Callable[[StepRecord], StepRecord]) -> None:
-    """Change the record of a finished step; its time stays.
+    """Replace a finished step's record by a function's result for it, with the time of the save unchanged.
 
     Raises:
         CorruptCheckpoint: The existing record can't be read.

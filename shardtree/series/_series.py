@@ -44,18 +44,18 @@ T = TypeVar("T")
 class CheckpointSeries:
     """The steps of a run, each a checkpoint in a folder of its own under one root.
 
-    It is a value without a cache: each call lists the storage. Every rank of the world calls each method; rank 0 lists
+    Nothing is cached: each call lists the storage. Every rank of the world calls each method; rank 0 lists
     and removes, and all ranks get the same answer. ``world=st.world.one_process()`` is for one process.
 
     Args:
         root: Path, URL or `Storage` of the folder of all steps; created by the first save.
-        names: Format of the names of steps' folders; they are read with any number of leading zeros.
+        names: Format string of the steps' folder names; existing folders may have more or fewer leading zeros.
         world: World of the ranks that take part; by default torch.distributed's default group, or else this process
             alone.
         strategies: Dispatch table; None for the process's.
         keep: Policy to apply after each save, once it is committed. Steps that it doesn't keep are removed then; a
             failing removal is a warning in the log. None removes nothing by itself.
-        queue: An `AsyncCallsQueue`, each rank's own, on which `save` schedules its request.
+        queue: This rank's own `AsyncCallsQueue`, on which `save` schedules its request; None for no queue.
 
     Raises:
         StorageError: The root isn't a path, URL or storage.
@@ -94,13 +94,13 @@ class CheckpointSeries:
         object.__setattr__(self, "root", storage_at(self.root))
 
     def steps(self) -> tuple[SavedStep, ...]:
-        """Return the finished steps, by number, without unfinished and failed ones and those being removed."""
+        """Return the finished steps, in the order of their numbers; steps that are being removed are left out."""
         return on_rank_zero(self._ranks(), "series: list", self._list)
 
     def latest(self) -> SavedStep | None:
         """Return the finished step with the highest number, whenever it was saved; None if there is none.
 
-        After a run went back, the steps ahead of it still count, until `drop_after` removes them.
+        If a run went back to an earlier step, the later steps still count until `drop_after` removes them.
         """
         return on_rank_zero(self._ranks(), "series: list", self._newest)
 
@@ -123,9 +123,9 @@ class CheckpointSeries:
         """Load a finished step, the newest by default.
 
         Args:
-            sharded_state_dict: Target tree, as for `load`.
+            sharded_state_dict: Target tree, as for `st.load`.
             step: The step; None for the newest.
-            keywords: Further keyword arguments of `load`.
+            keywords: Further keyword arguments of `st.load`.
 
         Raises:
             NotACheckpoint: There is no such step.
@@ -188,15 +188,15 @@ class CheckpointSeries:
         waits for the save. With `async_sharded_save` and no queue, the request is returned unscheduled.
 
         Args:
-            sharded_state_dict: Sharded tree, as for `save`.
+            sharded_state_dict: Sharded tree, as for `st.save`.
             step: Number of the step, 0 or more.
             metrics: Numbers by name, for policies, the same on every rank. `note` adds later measurements.
             pinned: Whether every policy keeps the step.
-            async_sharded_save: Whether to return the request, if the series has no queue.
-            compare: Whether to log a warning about a step that repeats the tensors of the step before, or whose tensors
-                differ from those in memory at this call. Only with ``SaveOptions(fingerprint=True)``; reads the tensors
-                once more.
-            keywords: Further keyword arguments of `save`.
+            async_sharded_save: Whether to return the request instead of running it; no effect if there is a queue.
+            compare: Whether to log a warning if the saved tensors are equal to those of the step before, or differ from
+                those in memory at this call. This needs ``SaveOptions(fingerprint=True)``, and reads the tensors once
+                more.
+            keywords: Further keyword arguments of `st.save`.
 
         Raises:
             AlreadyACheckpoint: The step exists already, and `overwrite` isn't given.
@@ -247,7 +247,7 @@ class CheckpointSeries:
         return None
 
     def note(self, step: int | SavedStep, metrics: Mapping[str, Any]) -> None:
-        """Add metrics to the record of a finished step; those of rank 0 are recorded.
+        """Add rank 0's metrics to the record of a finished step.
 
         Raises:
             NotACheckpoint: There is no such step.
@@ -276,11 +276,11 @@ class CheckpointSeries:
         self._change(step, lambda record: replace(record, pinned=False))
 
     def plan_removal(self, policy: Choose | None = None) -> Removal:
-        """Return the plan of the steps that a policy removes and keeps, with reasons; printed, it is the dry run.
+        """Return the plan of a removal: the steps to remove, and the steps to keep with reasons. Print it as a dry run.
 
         Args:
-            policy: Function from the listing to the numbers of the steps to keep, such as `keep_last(3)`; rank 0's
-                counts. The newest step and pinned ones stay anyway. None for the series' own policy.
+            policy: Function from the finished steps to the numbers of those to keep, such as `keep_last(3)`; only rank
+                0 calls it. The newest step and pinned steps stay anyway. None for the series' own policy.
 
         Raises:
             MetadataError: Neither this call nor the series has a policy.
@@ -293,11 +293,11 @@ class CheckpointSeries:
         return on_rank_zero(self._ranks(), "series: plan a removal", plan)
 
     def remove(self, removal: Removal) -> tuple[int, ...]:
-        """Execute a plan, after finishing interrupted removals; return the numbers of the steps that were removed.
+        """Finish interrupted removals, then execute a plan; return the numbers of the steps that this call removed.
 
-        Only a checkpoint's own files are removed, as planned. A crash leaves a step whole, or out of the listing, and
-        the next removal takes the remaining files. A step stays if it was saved anew or pinned since the plan, or is
-        the newest by now.
+        Only the planned files are removed. After a crash, each step is either whole or no longer listed, and the next
+        removal removes the remaining files. A step stays if it was saved anew or pinned since the plan, if a save to it
+        is in progress, or if it is the newest by now.
 
         Raises:
             StorageError: Some steps can't be removed; all others were removed.
@@ -335,11 +335,11 @@ class CheckpointSeries:
         """Finish interrupted removals, and remove orphaned files of steps that were never finished.
 
         Args:
-            stale_after: Seconds without a change after which a save of another machine counts as interrupted; a save of
-                this machine counts once its process is gone.
+            stale_after: Seconds without a change after which a save of another machine counts as interrupted. A save of
+                this machine counts as interrupted once its process has ended.
 
         Returns:
-            Folders of unfinished steps that still exist.
+            Names of the folders of unfinished steps that still exist.
         """
         run = partial(clean, self._storage, self.names, self.strategies, stale_after=stale_after)
         return on_rank_zero(self._ranks(), "series: clean", run)
@@ -396,5 +396,5 @@ class CheckpointSeries:
         self._alone("series: note", run, step)
 
     def _alone(self, phase: str, run: Callable[[], T], step: int | SavedStep | None) -> T:
-        """Return rank 0's result for a step, on all ranks, after checking that all passed the same step."""
+        """Run a function on rank 0 alone, and return its result on all ranks, which must have passed the same step."""
         return on_rank_zero(self._ranks(), phase, run, given={"step": alike_step(step)})

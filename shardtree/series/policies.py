@@ -59,14 +59,14 @@ Choose = Callable[[Sequence[SavedStep]], Iterable[int]]
 
 @dataclass(frozen=True, slots=True)
 class RetentionPolicy:
-    """A pure function from a listing to the steps to keep, with a repr.
+    """A policy with a name: a pure function from a sequence of steps to the numbers of those to keep.
 
-    Any such function is a policy; this class adds a name for dry runs, and lists the members of a union.
+    Plain functions of this kind are policies too. The class adds a name for dry runs.
 
     Attributes:
-        name: Python expression that makes the policy.
+        name: Python expression that makes the policy, such as ``keep_last(3)``.
         choose: The function.
-        members: Policies of a union.
+        members: Policies that `keep_any` combined; empty for other policies.
 
     Examples:
         >>> policy = RetentionPolicy("keep_first()", lambda steps: {steps[0].number})
@@ -114,7 +114,7 @@ def keep_steps(numbers: Iterable[int]) -> RetentionPolicy:
 
 
 def keep_any(*policies: Choose) -> RetentionPolicy:
-    """Return the policy that keeps every step that one of several policies keeps; without any, no step.
+    """Return the policy that keeps each step that at least one of several policies keeps; without policies, none.
 
     Examples:
         >>> policy = keep_any(keep_steps([1]), keep_steps([3]))
@@ -128,7 +128,7 @@ def keep_any(*policies: Choose) -> RetentionPolicy:
 
 
 def policy_name(policy: Choose) -> str:
-    """Return a policy's name in a dry run."""
+    """Return the name that a dry run shows for a policy."""
     return policy.name if isinstance(policy, RetentionPolicy) else getattr(policy, "__name__", type(policy).__name__)
 
 
@@ -150,7 +150,7 @@ def sorted_steps(steps: Iterable[SavedStep]) -> tuple[SavedStep, ...]:
 
 
 def whole_number(policy: str, what: str, value: object, *, least: int) -> int:
-    """Return a policy's argument as an int, after checking that it is an integer and at least `least`.
+    """Return an argument of a policy as an int of at least `least`; errors show `policy` and the argument, `what`.
 
     Raises:
         MetadataError: The argument has another type or is too small.
@@ -163,7 +163,7 @@ def whole_number(policy: str, what: str, value: object, *, least: int) -> int:
 
 
 def duration(policy: str, value: object) -> float:
-    """Return a policy's argument, after checking that it is a number of seconds, at least 0.
+    """Return a policy's number of seconds as a float of at least 0; errors show the name `policy`.
 
     Raises:
         MetadataError: The argument has another type or is too small.
@@ -200,7 +200,7 @@ def keep_every(count: int) -> RetentionPolicy:
     """Return the policy that keeps every n-th step: those whose number is a multiple of n.
 
     Args:
-        count: Distance n between kept numbers.
+        count: The number n.
 
     Raises:
         MetadataError: The argument isn't a number of steps.
@@ -219,12 +219,12 @@ def keep_every(count: int) -> RetentionPolicy:
 
 
 def keep_for(seconds: float, *, now: float | None = None) -> RetentionPolicy:
-    """Return the policy that keeps steps for a time after their save.
+    """Return the policy that keeps steps up to a maximum age.
 
     Args:
-        seconds: Length of that time.
-        now: End of that time, in seconds since 1970; None for the save time of the step with the largest number, so
-            that a paused run loses nothing. Steps with later times, from clocks that ran ahead, are kept.
+        seconds: Maximum age, in seconds since the step was saved.
+        now: Time at which ages are measured, in seconds since 1970; None for the time of the step with the largest
+            number, so that a paused run loses nothing. Steps with later times, from clocks that ran ahead, are kept.
 
     Raises:
         MetadataError: The argument isn't a number of seconds.
@@ -245,10 +245,10 @@ def keep_for(seconds: float, *, now: float | None = None) -> RetentionPolicy:
 
 
 def keep_every_seconds(seconds: float) -> RetentionPolicy:
-    """Return the policy that keeps the first step, and each that was saved `seconds` or more after the last one kept.
+    """Return the policy that keeps the first step, and each step saved at least `seconds` after the last kept one.
 
     Args:
-        seconds: Distance in time between kept steps.
+        seconds: Minimum time between kept steps.
 
     Raises:
         MetadataError: The argument isn't a number of seconds.
@@ -328,7 +328,7 @@ def best_step(steps: Sequence[SavedStep], metric: str, *, mode: Literal["min", "
 
 
 def _ranked(steps: Sequence[SavedStep], metric: str, mode: str) -> list[SavedStep]:
-    """Return the steps with the metric, the best first."""
+    """Return the steps in which the metric is present and not NaN, the best first."""
     sign = 1.0 if mode == "min" else -1.0
     judged = [step for step in steps if metric in step.metrics and not isnan(step.metrics[metric])]
     return sorted(judged, key=lambda step: (sign * step.metrics[metric], -step.number))
@@ -346,12 +346,12 @@ NEWEST, PINNED = "the newest", "pinned"
 
 
 def kept_steps(policy: Choose, steps: Sequence[SavedStep]) -> dict[int, tuple[str, ...]]:
-    """Return the numbers of the steps that stay, in order, each with all reasons.
+    """Return the numbers of the steps to keep, in ascending order, each with all reasons for keeping it.
 
     The newest step and pinned ones stay regardless of the policy. Numbers of steps that don't exist are ignored.
 
     Args:
-        policy: Function from a listing to the numbers to keep; each member of a union is a reason of its own.
+        policy: Function from a listing to the numbers to keep. The members of a `keep_any` are separate reasons.
         steps: Listing of steps.
 
     Raises:
@@ -380,7 +380,7 @@ def _wanted(policy: Choose, listing: Sequence[SavedStep]) -> frozenset[int]:
 
 
 def _members(policy: Choose) -> Iterator[Choose]:
-    """Yield a union's policies, those of nested unions too."""
+    """Yield the policies that a `keep_any` combines, at any depth; or only the policy itself if it combines none."""
     if isinstance(policy, RetentionPolicy) and policy.members:
         for member in policy.members:
             yield from _members(member)

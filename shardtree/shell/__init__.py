@@ -1,1 +1,1 @@
-"""The shell: what saving and loading our own format does, from the ranks that take part to the files."""
+"""The shell: saving and loading of our own format, from the exchange between ranks down to the files."""

@@ -1,4 +1,4 @@
-"""The promises of every world: values of the right rank, in order, as copies; waiting ranks; errors on every rank."""
+"""`check_world` and its checks of a world: rank numbers, exchanged values, barriers, and errors on every rank."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def check_world(run: Run, *, hears_of_the_dead: bool = False, hangs_after: float
 
 
 def _error_of(run: Run, check: Callable[[World], None], seconds: float) -> Exception | None:
-    """Return the error of a check that runs on all ranks, or None; a TimeoutError if the check doesn't end."""
+    """Run a check on all ranks; return its error, a TimeoutError if it does not end in time, or None if it passes."""
     errors: list[BaseException] = []
 
     def attempt() -> None:
@@ -95,7 +95,7 @@ _PLANTED = "planted by check_world"
 
 
 def _is_told(world: World) -> None:
-    """An error of a rank is raised by the function that runs the ranks."""
+    """The function that runs the ranks raises their errors."""
     # Every rank raises, since a process that is one rank gets only its own errors.
     raise ValueError(f"{_PLANTED} on rank {world.rank}")
 
@@ -233,7 +233,7 @@ _LATE, _SLACK = 0.25, 0.1  # seconds: delay of the late rank; largest difference
 
 
 def _waits(world: World) -> None:
-    """`barrier` waits until every rank is there."""
+    """`barrier` returns only after every rank has called it."""
     times = []
     for late in range(world.size):
         if world.rank == late:
@@ -249,7 +249,7 @@ def _waits(world: World) -> None:
 
 
 def _raises(world: World) -> None:
-    """A value that can't be sent is an error of its rank, and nothing is sent."""
+    """A rank that passes a value that cannot be sent gets an error, and sends nothing."""
     # Every rank passes such a value, since the others would wait for a rank that sends nothing.
     silent = []
     calls: Sequence[tuple[str, Callable[[], Any]]] = (

@@ -22,12 +22,13 @@ _PLAIN = (torch.Tensor, bool, int, float, complex, str, bytes, ShardedTensor)
 
 
 def read_job(job: Any, shards: Shards | None = None) -> Reading:
-    """Return a copy of a rank's state of a job.
+    """Return a copy of one rank's state of a training job: its values by key and state name.
 
     Args:
         job: A mapping, a sequence or an object whose members are modules, optimizers, generators, objects with a
             ``state_dict``, and plain values.
-        shards: Function that describes plain tensors that are the rank's part of a parameter; DTensors need none.
+        shards: Function from the job to a shard for each plain tensor that is only this rank's part of a parameter or
+            buffer, by name. DTensors describe themselves.
 
     Examples:
         >>> model = torch.nn.Linear(2, 1)
@@ -89,7 +90,12 @@ def _key(name: str, parts: Mapping[str, ShardedTensor]) -> str:
 
 
 def _held(tensor: torch.Tensor, shard: ShardedTensor | None) -> Any:
-    """Return a copy of a rank's part of a tensor: shards if the tensor is cut, otherwise a whole tensor."""
+    """Return a copy of a rank's tensor: a tuple of shards if the rank has only a part, otherwise a whole tensor.
+
+    Args:
+        tensor: DTensor or plain tensor: a parameter, a buffer, or a state of one.
+        shard: Shard that describes the parameter or buffer; None if that is a whole tensor or a DTensor.
+    """
     if hasattr(tensor, "to_local"):
         leaves = shards_of(apply_factories(from_dtensors({"tensor": tensor.detach()}, strided="fsdp2"))).values()
         return tuple(replace(leaf, data=leaf.data.detach().cpu().clone()) for leaf in leaves)
@@ -100,7 +106,7 @@ def _held(tensor: torch.Tensor, shard: ShardedTensor | None) -> Any:
 
 
 def _fits(shard: ShardedTensor, state: torch.Tensor) -> bool:
-    """Return whether a state is cut like its parameter; it may have one element along some axes."""
+    """Return whether a state has the shape of its parameter's local shard; some of its axes may have length 1."""
     sizes = shard.local_shape
     return (
         bool(state.ndim)
@@ -110,7 +116,7 @@ def _fits(shard: ShardedTensor, state: torch.Tensor) -> bool:
 
 
 def _like(shard: ShardedTensor, state: torch.Tensor) -> ShardedTensor:
-    """Return the shard of a state that is cut like its parameter."""
+    """Return a state as a shard with its parameter's cuts; an axis that has length 1 only in the state is not cut."""
     whole = [local == size for local, size in zip(state.shape, shard.local_shape, strict=True)]
     shape = tuple(size if along else 1 for size, along in zip(shard.global_shape, whole, strict=True))
     offset = tuple(place if along else 0 for place, along in zip(shard.global_offset, whole, strict=True))
@@ -133,7 +139,7 @@ def _optimizer_rows(
 
 
 def _other_rows(member: str, value: Any) -> Iterator[tuple[Place, Any]]:
-    """Yield the values of a member that isn't a module or an optimizer, each behind its (key, name of the state)."""
+    """Yield (place, value) pairs of a member that is no module or optimizer; a place is a pair (key, state name)."""
     if isinstance(value, torch.Generator):
         yield (member, "generator"), value.get_state()
         return
@@ -149,7 +155,7 @@ def _other_rows(member: str, value: Any) -> Iterator[tuple[Place, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a setting with its lists as tuples, since formats may store one as the other."""
+    """Return a setting for comparison: lists become tuples, since formats may load them as such; tensors are copied."""
     if isinstance(value, torch.Tensor):
         return value.detach().cpu().clone()
     return tuple(map(_plain, value)) if isinstance(value, (list, tuple)) else value

@@ -35,9 +35,9 @@ from ._tensors import PRINTABLE_DTYPES, random_bits
 
 
 def glu(key: str, data: Any, rank: int = 0, ranks: int = 1, *, replica_id: ReplicaId = 0) -> ShardedTensorFactory:
-    """Return the factory of a gated layer's weight, which stores both halves separately.
+    """Return the factory of a gated layer's weight; it stores the gate rows and the value rows as separate shards.
 
-    Stored so, the weight can be loaded on any number of ranks. The factory also builds from flat ranges.
+    This way the weight can be loaded on any number of ranks. The factory also builds from flat ranges.
 
     Args:
         key: Name of the tensor.
@@ -70,7 +70,15 @@ def glu(key: str, data: Any, rank: int = 0, ranks: int = 1, *, replica_id: Repli
 
 
 def _halves(flat: slice, volume: int) -> list[tuple[slice, slice]]:
-    """Return, for each half, the slice of the flat data that belongs to it, and the corresponding slice of the half."""
+    """Split a flat range of a tensor of two halves.
+
+    Args:
+        flat: Range of the flattened tensor.
+        volume: Number of elements of one half.
+
+    Returns:
+        For each half, the slice of the range's data that belongs to it, and the same elements as a slice of the half.
+    """
     parts = []
     for begin in (0, volume):
         first, last = (min(max(at, begin), begin + volume) for at in (flat.start, flat.stop))
@@ -80,6 +88,12 @@ def _halves(flat: slice, volume: int) -> list[tuple[slice, slice]]:
 
 def transposed(key: str, data: Any, *cuts: tuple[int, int, int], replica_id: ReplicaId = 0) -> ShardedTensorFactory:
     """Return the factory of a matrix that is stored transposed.
+
+    Args:
+        key: Name of the tensor.
+        data: The local matrix, before it is transposed.
+        cuts: Cuts of the stored matrix, as for `ShardedTensor.from_rank_offsets`: (axis, index of the rank, ranks).
+        replica_id: Replica number, as in `ShardedTensor`.
 
     Examples:
         >>> transposed("w", torch.zeros(2, 3)).build().global_shape
@@ -93,7 +107,9 @@ def transposed(key: str, data: Any, *cuts: tuple[int, int, int], replica_id: Rep
 
 
 def stacked(key: str, data: Any, first: int = 0, layers: int | None = None) -> ShardedTensorFactory:
-    """Return the factory of stacked layers that are stored one by one, along an axis of the global tensor.
+    """Return the factory of stacked layers; it stores each layer as a separate shard of one global tensor.
+
+    The leading axis of the global tensor is the index of the layer.
 
     Args:
         key: Name of the tensor.
@@ -121,7 +137,7 @@ KINDS: tuple[Callable[[str, torch.Tensor], ShardedTensorFactory], ...] = (glu, t
 
 
 def factories(*, dtype: SearchStrategy[torch.dtype] | None = None) -> SearchStrategy[ShardedTensorFactory]:
-    """Return a strategy for factories: those of this module, and those of predefined lenses, for any box of a tensor.
+    """Return a strategy for factories: those of this module, and those of predefined lenses for boxes of a tensor.
 
     Elements that a lens doesn't store, such as padding, are zero.
 
@@ -148,7 +164,7 @@ def _plain_factories(draw: st.DrawFn, dtype: SearchStrategy[torch.dtype]) -> Sha
 def lens_factories(
     draw: st.DrawFn, name: str, *, dtype: SearchStrategy[torch.dtype] | None = None
 ) -> ShardedTensorFactory:
-    """Return a strategy for the factories of a predefined lens, on any box of its example's tensor.
+    """Return a strategy for factories of a predefined lens, each with a random box of a tensor that fits the lens.
 
     Args:
         draw: Hypothesis's draw function, which callers don't pass.
@@ -199,8 +215,8 @@ def check_factory(
     Args:
         factory: Factory with data.
         states: Optimizer states to try; by default two of random bits, in float32 and bfloat16. Elements that the
-            factory doesn't store, such as a vocabulary's padding, come back as its fill value. The factory's tensor
-            and states that you pass must already have that value there; the default states copy it from the tensor.
+            factory does not store, such as a vocabulary's padding, come back as the factory's fill value. So its tensor
+            and the states that you pass must have the fill value there; the default states copy it from the tensor.
         flat: Slices of the row-major flattened tensor from which the factory must build too, as for ZeRO.
 
     Raises:
@@ -310,7 +326,10 @@ def _check_part_of_whole(factory: ShardedTensorFactory, part: slice) -> None:
 
 
 def _stored_elements(factory: ShardedTensorFactory) -> dict[tuple[str, tuple[int, ...]], int]:
-    """Return the value of each stored element, by (key, global index); callers set values to elements' indices."""
+    """Return the value of each stored element, by key and global index.
+
+    Callers pass the elements' own indices as data, so that the values show which element is stored where.
+    """
     elements: dict[tuple[str, tuple[int, ...]], int] = {}
     for shard in shards_of(_build(factory)).values():
         sizes = (*(1,) * shard.prepend_axis_num, *shard.local_shape)

@@ -26,13 +26,13 @@ from ._tensors import random_bits
 
 @dataclass(frozen=True, slots=True)
 class LensCase:
-    """A lens, and the tensors that it takes.
+    """An example of a lens, with the shape and keys of global tensors that fit it.
 
     Attributes:
         lens: The lens.
         shape: Shape of the global tensors.
-        keys: Keys of the global tensors that the lens stores together.
-        prepended: Number of prepended leading axes.
+        keys: Keys of the global tensors; several if the lens stores them together.
+        prepended: Number of prepended axes: leading axes that the local tensors lack.
     """
 
     lens: lenses.Lens
@@ -209,7 +209,7 @@ def _check_errors(
 
 
 def check_build_undoes_merge(factories: Sequence[ShardedTensorFactory], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Merge other tensors of the stored shapes, and build again; raise unless that gives the same tensors."""
+    """Raise unless random tensors of the stored shapes, merged and built again, are unchanged."""
     # The bits are new, since a lens that remembers what it built would pass with the same bits.
     sizes = {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in tensors.items()}
     other = {key: random_bits(*size, seed=number) for number, (key, size) in enumerate(sizes.items(), start=7)}
@@ -217,7 +217,13 @@ def check_build_undoes_merge(factories: Sequence[ShardedTensorFactory], tensors:
 
 
 def _check_built_again(factories: Sequence[ShardedTensorFactory], wholes: Mapping[str, torch.Tensor], law: str) -> None:
-    """Merge stored tensors, and build again; raise, naming the broken law, unless that gives the same tensors."""
+    """Raise unless stored tensors are unchanged after each factory merged its part and built it again.
+
+    Args:
+        factories: Factories with data, of all ranks.
+        wholes: Whole stored tensors, by key.
+        law: Text of the broken law, for the error.
+    """
     for factory in factories:
         tree = map_shards(
             lambda leaf: replace(leaf, data=_part(wholes[leaf.key], leaf)) if isinstance(leaf, ShardedTensor) else leaf,
@@ -243,7 +249,12 @@ def _check_state(factory: ShardedTensorFactory, tree: Any) -> None:
 
 
 def _wholes(tensors: Mapping[str, torch.Tensor], fronts: Mapping[str, int]) -> list[ShardedTensor]:
-    """Return each tensor as one shard, or as one shard for each index along its prepended axes."""
+    """Return whole tensors as shards: one for each tensor, or one for each index along its prepended axes.
+
+    Args:
+        tensors: Global tensors, by key.
+        fronts: Number of prepended leading axes of each tensor, by key.
+    """
     wholes = []
     for key, tensor in tensors.items():
         front = fronts[key]
@@ -270,7 +281,7 @@ def _merge(factory: ShardedTensorFactory, tree: Any) -> torch.Tensor:
 
 
 def _data(leaf: Any) -> Any:
-    """Return a copy of a shard's data, as a load would: a merge that needs the built tensor itself then fails."""
+    """Return a copy of a shard's data, as a load does, so that a merge that relies on the built tensor itself fails."""
     return carried(leaf.data).clone().view(leaf.dtype) if isinstance(leaf, ShardedTensor) else leaf
 
 
@@ -342,7 +353,7 @@ def check_layouts_agree(whole: Whole, hold: Hold[Whole], build: Build, *, ranks:
 
 
 def _stored_by_ranks(tensors: Sequence[torch.Tensor], build: Build) -> dict[str, torch.Tensor]:
-    """Return the stored tensors, by key, assembled from all ranks' trees."""
+    """Build each rank's local tensor, and return the stored tensors, by key, assembled from all ranks' shards."""
     count = len(tensors)
     trees = [apply_factories([build(tensor, rank, count)]) for rank, tensor in enumerate(tensors)]
     try:
@@ -352,7 +363,13 @@ def _stored_by_ranks(tensors: Sequence[torch.Tensor], build: Build) -> dict[str,
 
 
 def _load(tree: Any, tensors: Mapping[str, torch.Tensor], what: str) -> torch.Tensor:
-    """Return a rank's tensor, loaded from the stored tensors."""
+    """Return a rank's local tensor, filled from the stored tensors.
+
+    Args:
+        tree: Shard or factory of the local tensor.
+        tensors: Whole stored tensors, by key.
+        what: Beginning of error messages.
+    """
 
     def fill(leaf: Any) -> Any:
         if isinstance(leaf, LocalNonpersistentObject):

@@ -63,12 +63,13 @@ def check_load_plan(requests: ShardColumns, chunks: StoredChunks, plan: LoadPlan
 def check_writes(columns: ShardColumns, ranks: int, writes: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> None:
     """Raise unless each shard with a main replica is written once, by a rank that holds it, and writes are balanced.
 
-    Balanced means: of the shards that the same ranks hold, no rank writes more than the mean plus the largest shard.
+    Balanced means: among ranks that hold the same shards, none writes more bytes of them than the mean plus the
+    largest shard.
 
     Args:
         columns: The shards of all ranks.
         ranks: Number of ranks.
-        writes: Mask of the rows that are written.
+        writes: Mask of the shards that are written, bool (shards,).
 
     Raises:
         AssertionError: The writes are wrong or unbalanced; the error names the shard or the ranks.
@@ -101,6 +102,10 @@ def check_writes(columns: ShardColumns, ranks: int, writes: np.ndarray[tuple[int
 def shard_elements(columns: ShardColumns | StoredChunks, row: int) -> list[Element]:
     """Return the global indices of a shard's or chunk's elements, in memory order.
 
+    Args:
+        columns: Shards, or stored chunks.
+        row: Index of the shard or chunk in the columns.
+
     Examples:
         >>> import torch, shardtree as st
         >>> whole = st.ShardedTensor.from_rank_offsets("w", torch.zeros(3), (0, 1, 2))
@@ -114,7 +119,7 @@ def shard_elements(columns: ShardColumns | StoredChunks, row: int) -> list[Eleme
 
 
 def _expected_sources(requests: ShardColumns, chunks: StoredChunks) -> dict[tuple[int, int], tuple[int, int]]:
-    """Return the stored position (file, byte) of each requested byte (shard, byte) that is stored."""
+    """Map each requested byte, as (shard, byte), to its location (file, byte); bytes that aren't stored are omitted."""
     axes = max(requests.offset.shape[1], chunks.offset.shape[1])
 
     def aligned(element: Element) -> Element:
@@ -158,14 +163,14 @@ def _strided_bytes(pieces: Strided) -> list[tuple[tuple[int, int], tuple[int, in
 
 
 def check_layout(layout: Layout) -> None:
-    """Raise unless main replicas tile the tensor, and all pieces have the right elements.
+    """Raise unless a layout's main replicas tile the tensor, and the shards that it cuts assemble to the same tensor.
 
     Args:
         layout: The layout of a tensor that is small enough to be checked element by element.
 
     Raises:
         IntegrityError: An element has no main replica, or several.
-        AssertionError: A piece has the wrong elements.
+        AssertionError: The assembled tensor differs, or replicas of it do; the error names the difference.
 
     Examples:
         >>> from shardtree.testing import even_layout
@@ -181,7 +186,7 @@ def check_layout(layout: Layout) -> None:
 
 
 def check_buffer_plan(plan: BufferPlan) -> None:
-    """Raise unless each element of each parameter is in exactly one rank's range, at the position in the plan.
+    """Raise unless each element of each parameter is in exactly one rank's range, and where the plan puts it.
 
     Counts element by element, so keep shapes small.
 
@@ -244,13 +249,16 @@ def check_flat_shards(
 ) -> None:
     """Raise unless all ranks' flat shards make up the parameters, bit for bit, and packing them gives the same slices.
 
-    The reference packs the buffer element by element. Arguments must not change, and shards must be views of slices.
+    The reference packs the buffer element by element. The functions must not change their arguments, and shards must be
+    views of the slices.
 
     Args:
         plan: The plan of these tensors.
-        tensors: The whole parameters, all of one dtype; or one state of each parameter.
-        shards: Function under test, called as ``shards(plan, rank, slices, parameters, prefix=...)``.
-        slices: Function under test, called as ``slices(plan, rank, tree, dtype=...)``.
+        tensors: Whole parameters by name, all of one dtype; or one optimizer state of each parameter.
+        shards: Function under test that returns a rank's slices as shards by name, called as
+            ``shards(plan, rank, slices, parameters, prefix=...)``.
+        slices: Function under test that packs shards into a rank's slices, called as
+            ``slices(plan, rank, tree, dtype=...)``.
 
     Raises:
         AssertionError: A result is wrong; the error names the rank and the bucket, or the parameter, and the
@@ -284,11 +292,13 @@ def check_flat_shards(
 
 
 def packed_slices(plan: BufferPlan, tensors: Mapping[str, torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Return each rank's slices, one for each bucket, of a buffer filled element by element; padding is 0.
+    """Return each rank's slices of the packed buffer, one for each bucket; padding is 0.
+
+    The buffer is packed element by element, as the reference for functions that use views.
 
     Args:
         plan: The plan of these tensors.
-        tensors: The whole parameters, all of one dtype.
+        tensors: Whole parameters by name, all of one dtype.
 
     Examples:
         >>> from shardtree.buffers import plan_buffers

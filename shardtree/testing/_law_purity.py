@@ -68,7 +68,7 @@ def _without_functions(shape: Any) -> Any:
 
 
 def _identities(value: Any, path: tuple[Any, ...] = ()) -> dict[tuple[Any, ...], Any]:
-    """Return (id, version counter) of each object in a value, by path; None for a counter that doesn't exist."""
+    """Return the id and the version counter (None if there is none) of each object in a value, by path."""
     # Inference tensors have no version counter, and raise when asked for it.
     version = value._version if isinstance(value, torch.Tensor) and not value.is_inference() else None
     identities = {path: (id(value), version)}
@@ -139,7 +139,7 @@ def check_commutes(
 
 
 def _default_layouts(state: Any) -> dict[str, tuple[Mesh, Any]]:
-    """Return layouts of several kinds, by name."""
+    """Return the default layouts of `check_commutes`, as (mesh, specs) pairs by name."""
     rows, columns = (Mesh(**{name: 2}) for name in ("rows", "columns"))
     return {
         "one rank": (Mesh(), PartitionSpec()),
@@ -151,7 +151,12 @@ def _default_layouts(state: Any) -> dict[str, tuple[Mesh, Any]]:
 
 
 def _cut(state: Any, *names: str | None) -> Any:
-    """Return a spec for each tensor, which cuts the tensor's first axes by the named mesh axes."""
+    """Return the specs that cut each tensor of a state in the same way.
+
+    Args:
+        state: Tree of tensors.
+        names: Mesh axis that cuts each leading tensor axis; None for an axis that is not cut.
+    """
     return map_shards(lambda leaf: PartitionSpec(*names[: getattr(leaf, "ndim", 0)]), state)
 
 

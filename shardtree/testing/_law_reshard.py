@@ -119,7 +119,7 @@ def _check_transfer_fields(plan: ReshardPlan, row: int, columns: ShardColumns) -
 
 
 def _element_positions(plan: ReshardPlan, row: int) -> list[tuple[Element, int, int]]:
-    """Return each element of a transfer with its positions in both shards' data."""
+    """Return (global index, position in the source's data, position in the target's) for each element of a transfer."""
     transfers = plan.transfers
     positions = []
     for place in product(*map(range, transfers.shape[row].tolist())):
@@ -130,7 +130,7 @@ def _element_positions(plan: ReshardPlan, row: int) -> list[tuple[Element, int, 
 
 
 def wanted_bytes(plan: ReshardPlan) -> Counter[int]:
-    """Return the bytes that each rank holds after resharding and not before, for ranks with any."""
+    """Return the number of bytes that each rank holds only after resharding; ranks without any are left out."""
     lacking: Counter[int] = Counter()
     sizes = {key: kind.dtype.itemsize for key, kind in zip(plan.target.keys, plan.target.kinds, strict=True)}
     for rank, key, _ in _elements_by_rank(plan.target) - _elements_by_rank(plan.source):
@@ -167,7 +167,8 @@ def check_reshard(
 
     The trees together must hold whole tensors; the reference assembles them element by element, so keep shapes small.
     If the targets hold all elements too, resharding back must give the trees again. Arguments must not change, and
-    results must not share memory with them or with each other. Objects must keep their shapes.
+    results must not share memory with them or with each other. An array of objects must have the same shape in trees
+    and targets.
 
     Args:
         plan_or_trees: A plan; or all ranks' trees, as a mapping by rank or a list that begins with rank 0.
@@ -214,7 +215,11 @@ def _check_trees(trees: RankTrees, targets: RankTrees, reshard: Callable[..., An
 
 
 def _contents(tree: Any) -> tuple[dict[TreePath, Any], dict[TreePath, Any]]:
-    """Return outlines by path: of a tree's leaves (factories without data), and of its leaves with factories built."""
+    """Return comparable outlines of a tree's leaves, by path.
+
+    Returns:
+        Outlines of the leaves, factories without data; and outlines of the leaves after factories were built.
+    """
     leaves = [
         (path, leaf.without_data() if isinstance(leaf, ShardedTensorFactory) else leaf)
         for path, leaf in leaves_with_paths(tree)

@@ -53,7 +53,7 @@ class ResumeProblem:
         cause: The likely cause, in a few words, such as "stale by 1 step" or "swapped".
         what: The difference, with values.
         ranks: The ranks that differ from the others; empty where all agree.
-        layouts: The two layouts; empty where unknown.
+        layouts: Layouts of the saved and the resumed job, as text; empty if unknown.
 
     Examples:
         >>> print(ResumeProblem(("w", "b"), "step", "not restored", "found 0, expected 3"))
@@ -96,8 +96,8 @@ class Reading:
     """One rank's state of a job.
 
     Attributes:
-        values: Values by key and name of the state; a partial tensor is a tuple of shards.
-        ties: Groups of names of the same tensor.
+        values: Values by (key, state name), such as ("w", "exp_avg"); a tensor that is cut is a tuple of shards.
+        ties: Groups of keys that share one tensor, as tied weights do.
     """
 
     values: Mapping[Place, Any]
@@ -109,10 +109,10 @@ class JobState:
     """A job's state, gathered from all ranks.
 
     Attributes:
-        values: Whole values by place: a key and the name of a state.
-        others: Values of ranks that differ from `values`, by place and then by rank. For a tensor it is the whole
-            tensor, with the rank's own elements in it.
-        ties: Groups of names of the same tensor, on any rank.
+        values: Whole values by place, a pair (key, state name).
+        others: Values that differ from `values` on some ranks, by place and then by rank. A tensor is whole here too,
+            with the rank's own elements in it.
+        ties: Groups of keys that share one tensor on any rank.
         ranks: Number of ranks.
     """
 
@@ -122,7 +122,7 @@ class JobState:
     ranks: int = 1
 
     def of(self, place: Place, rank: int) -> Any:
-        """Return a rank's value at a place."""
+        """Return a rank's value at a place, a pair (key, state name)."""
         return self.others.get(place, {}).get(rank, self.values[place])
 
 
@@ -169,7 +169,16 @@ def _common(by_rank: Mapping[int, Any]) -> tuple[Any, dict[int, Any]]:
 
 
 def _whole_tensor(place: Place, by_rank: Mapping[int, Sequence[ShardedTensor]]) -> tuple[torch.Tensor, dict[int, Any]]:
-    """Return the whole tensor and, for each rank that differs from a lower rank, a copy with the rank's elements."""
+    """Assemble a tensor from all ranks' shards.
+
+    Args:
+        place: Pair (key, state name), for the error.
+        by_rank: Shards of each rank.
+
+    Returns:
+        The whole tensor; and by rank, for ranks whose elements differ from those of a lower rank, a copy with their own
+        elements.
+    """
     first = next(iter(by_rank.values()))[0]
     shape, dtype = first.global_shape, first.dtype
     number = torch.arange(torch.Size(shape).numel(), device="cpu").view(shape)

@@ -57,7 +57,11 @@ def state_problems(found: JobState, known: Known) -> list[ResumeProblem]:
 
 
 def _problems_at(place: Place, found: JobState, known: Known) -> Iterator[ResumeProblem]:
-    """Yield the problems of one place: first that of the common value, then that of each rank with another value."""
+    """Yield the problems at one place, a pair (key, state name).
+
+    If all ranks of the saved job agree there, the restored value is compared, and then the value of each rank that
+    deviates from it. Otherwise values are compared rank by rank, if both jobs have the same number of ranks.
+    """
     saved = known.saved
     if place in saved.others:
         if saved.ranks == found.ranks:
@@ -107,10 +111,10 @@ def cause_of(place: Place, found: Any, known: Known, rank: int = 0) -> tuple[str
     """Return the likely cause of a difference, and the difference as text.
 
     Args:
-        place: The key and the state.
+        place: Pair (key, state name) of the value.
         found: The restored value.
         known: The saved state, and other states that may explain the difference.
-        rank: Rank whose values are compared if values differ between ranks.
+        rank: Rank whose saved value is compared, if ranks saved different values.
 
     Examples:
         >>> saved = JobState({("w", "exp_avg"): torch.tensor([1.0, 2, 3]), ("v", "exp_avg"): torch.tensor([3.0, 4, 5])})
@@ -168,7 +172,7 @@ def _cause_of_another_kind(found: Any, expected: Any) -> str:
 
 
 def _explains(candidate: Any, found: Any, expected: Any) -> bool:
-    """Return whether the found value equals the candidate in all elements where it isn't as expected."""
+    """Return whether a candidate explains a wrong value: elements that differ from `expected` are the candidate's."""
     if not _alike(candidate, found):
         return False
     if not isinstance(found, torch.Tensor):
@@ -179,7 +183,7 @@ def _explains(candidate: Any, found: Any, expected: Any) -> bool:
 
 
 def _earlier(place: Place, found: Any, known: Known, rank: int) -> str | None:
-    """Return the cause if a value belongs to another step; None if it doesn't."""
+    """Return the cause if a value belongs to another step, or to a job that was not restored; else None."""
     expected = known.saved.of(place, rank)
     fresh = known.fresh
     if fresh is not None and place in fresh.values and _explains(fresh.of(place, rank), found, expected):
@@ -264,5 +268,5 @@ def scale_of(found: torch.Tensor, expected: torch.Tensor, tolerance: float | Non
 
 
 def _is_nothing(value: Any) -> bool:
-    """Return whether a state is None, zero or empty: a load may create states that no step has used."""
+    """Return whether a value is None, zero or empty, like the states that a load may create before any step."""
     return value is None or (not bool(torch.count_nonzero(value)) if isinstance(value, torch.Tensor) else not value)

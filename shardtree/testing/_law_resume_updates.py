@@ -1,4 +1,4 @@
-"""Comparison of the updates of one step, taken from the same state in two layouts, up to the rounding of sums."""
+"""Comparison of the saved and the resumed job's updates in the next step; rounding of sums may make them differ."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ def update_problems(
 ) -> list[ResumeProblem]:
     """Return a problem for each parameter that the next step changes differently in the resumed and the saved job.
 
-    Adding in another order changes a gradient about as much as a change of the weights' last bits does. So a step from
-    weights with changed last bits shows how far updates may differ: by a multiple of that step's effect, in norm. The
-    effect is large if a gradient is 0 except for rounding, and the optimizer divides it by its own size.
+    Two layouts add numbers in different orders, which changes gradients about as much as changing the last bits of the
+    weights does. So the saved job also takes steps from weights with changed last bits (`nudged`), and the change in
+    their updates is measured. The two jobs' updates may differ, in norm, by a multiple of this change. It is large if a
+    gradient is 0 except for rounding errors, and the optimizer divides it by its own size.
 
     Args:
-        before: The saved state, which equals that of the resumed job.
+        before: The saved state, from which both jobs take the step.
         after: The saved job's state, one step later.
         found: The resumed job's state, one step later.
-        nudged: States before and after a step of the saved job, from weights whose last bits were changed.
+        nudged: Pairs of the saved job's states before and after a step from weights with changed last bits.
 
     Examples:
         >>> before, after, found = (JobState({("w", "weight"): torch.tensor([1.0, 2]) * n}) for n in (1, 2, 3))
@@ -70,7 +71,7 @@ def _update(key: str, before: JobState, after: JobState) -> torch.Tensor:
 
 
 def nudge(tensor: torch.Tensor, seed: int) -> None:
-    """Change each element by its last bit in place, up or down depending on its value, so that replicas stay equal.
+    """Change the last bit of each element in place, up or down depending on its value, so that replicas stay equal.
 
     Examples:
         >>> weight = torch.tensor([1.0, 1.0, 4.0])
@@ -92,11 +93,11 @@ def nudge(tensor: torch.Tensor, seed: int) -> None:
 def sample_problems(
     found: Sequence[Collection[Hashable] | None], samples: Mapping[int, Sequence[Collection[Hashable] | None]]
 ) -> list[ResumeProblem]:
-    r"""Return a problem if the resumed job's first step uses other samples than the same step of the saved job.
+    r"""Compare the samples of the resumed job's first step with the saved job's; return one problem if they differ.
 
     Args:
         found: Samples that the step used, by rank; None if steps don't return any.
-        samples: Samples of the saved job's steps, by the step's number; 0 is the first step after the save.
+        samples: Samples of the saved job's steps, by number of the step (0 is the first after the save), then by rank.
 
     Examples:
         >>> samples = {-1: [{0, 1}], 0: [{2}, {3}], 1: [{4, 5}]}

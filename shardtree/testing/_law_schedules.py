@@ -1,4 +1,4 @@
-"""The laws of schedules and relays, checked by moving numbered elements piece by piece."""
+"""The laws of schedules and relays, checked by moving numbered elements as a schedule says."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _Wants = dict[tuple[int, int], dict[int, int]]  # (key, element) -> rank that ne
 def check_schedule(plan: ReshardPlan, schedule: Schedule) -> None:
     """Raise unless a schedule moves each element of its plan once, in the right order, and in few steps.
 
-    No rank sends and receives more in a step than the limit; no pair of ranks waits although both have room; a relay
-    passes on only what arrived in an earlier step; and in the end every target shard has the right elements. The
-    reference visits every element, so keep shapes small.
+    No rank sends and receives more bytes in a step than `max_bytes_in_flight`; no pair of ranks waits although both
+    have room; a relay passes on only what arrived in an earlier step; and in the end every target shard has the right
+    elements. The reference visits every element, so keep shapes small.
 
     Args:
         plan: The plan.
@@ -52,7 +52,7 @@ def check_schedule(plan: ReshardPlan, schedule: Schedule) -> None:
 
 
 def moved(plan: ReshardPlan, schedule: Schedule) -> list[Column]:
-    """Run a plan and its schedule on source shards with numbered elements, and return the target shards.
+    """Run a plan and its schedule on source shards whose elements are numbers, and return the target shards.
 
     Args:
         plan: The plan.
@@ -92,7 +92,7 @@ def moved(plan: ReshardPlan, schedule: Schedule) -> list[Column]:
 
 
 def check_moved(plan: ReshardPlan, after: list[Column]) -> None:
-    """Raise unless target shards have the right elements, by number.
+    """Raise unless target shards have the right elements, which are identified by their numbers.
 
     Args:
         plan: The plan of the target shards.
@@ -149,7 +149,7 @@ def check_relayed(plan: ReshardPlan, passed_on: ReshardPlan, *, shortest_cut: in
 
 
 def _check_balanced(plan: ReshardPlan, passed_on: ReshardPlan, wants: _Wants, shortest_cut: int) -> None:
-    """Raise unless ranks that need the same elements get equal parts of them, and each source sends its share."""
+    """Raise unless ranks that need the same elements get equal parts, and no source sends more than its share."""
     gets: dict[frozenset[int], Counter[int]] = defaultdict(Counter)
     sends, shares, groups = Counter[int](), defaultdict[int, float](float), set[frozenset[tuple[int, int]]]()
     for row, elements in _moving_elements(passed_on, hop=0):
@@ -172,12 +172,14 @@ def _check_balanced(plan: ReshardPlan, passed_on: ReshardPlan, wants: _Wants, sh
 
 
 def element_numbers(columns: ShardColumns, row: int, keys: tuple[str, ...]) -> Column:
-    """Return a number for each element of a shard, the same in every shard that has it, int64 (elements,).
+    """Return the numbers that identify a shard's elements, int64 (elements,).
+
+    An element has the same number in every shard that contains it.
 
     Args:
         columns: The shards.
-        row: Row of the shard.
-        keys: Keys of tensors in the order of their numbers; tensors with any other key share the next number.
+        row: Index of the shard in the columns.
+        keys: Keys of the tensors whose elements get different numbers; tensors with other keys share numbers.
 
     Examples:
         >>> import torch, shardtree as st
@@ -194,7 +196,13 @@ def element_numbers(columns: ShardColumns, row: int, keys: tuple[str, ...]) -> C
 
 
 def _numbers(key: int, offset: Column, shape: Column) -> Column:
-    """Return numbers of a box's elements, in row-major order."""
+    """Return the numbers that identify a box's elements, in row-major order.
+
+    Args:
+        key: Index of the tensor's key.
+        offset: Offset of the box in the tensor.
+        shape: Shape of the box.
+    """
     # Row-major indices in the global tensor won't do: a wrong shard may reach beyond it, and would get the numbers of
     # other elements.
     places = np.indices(shape.tolist()).reshape(len(shape), -1) + offset[:, None]
@@ -202,7 +210,7 @@ def _numbers(key: int, offset: Column, shape: Column) -> Column:
 
 
 def _positions(transfers: Transfers, row: int) -> tuple[Column, Column]:
-    """Return the positions of a transfer's elements in its source shard and in its target shard."""
+    """Return the flat positions of a transfer's elements in its source shard, and those in its target shard."""
     inside = np.indices(transfers.shape[row].tolist()).reshape(transfers.shape.shape[1], -1)
     source = transfers.source_element[row] + (inside * transfers.source_stride[row][:, None]).sum(axis=0)
     target = transfers.target_element[row] + (inside * transfers.target_stride[row][:, None]).sum(axis=0)
@@ -218,7 +226,7 @@ def _moving_elements(plan: ReshardPlan, hop: int) -> Iterator[tuple[int, list[tu
 
 
 def _check_pieces(transfers: Transfers, schedule: Schedule) -> None:
-    """Raise unless the pieces of each transfer between ranks tile it, with its ranks and bytes."""
+    """Raise unless a schedule's pieces tile each transfer between ranks, and have the transfer's ranks and bytes."""
     ends: dict[int, int] = {}
     for piece in np.lexsort((schedule.start, schedule.transfer)).tolist():
         row, start, stop = (int(column[piece]) for column in (schedule.transfer, schedule.start, schedule.stop))
@@ -235,7 +243,7 @@ def _check_pieces(transfers: Transfers, schedule: Schedule) -> None:
 
 
 def _used(schedule: Schedule) -> Counter[tuple[int, int]]:
-    """Return the bytes in flight by (step, rank)."""
+    """Return the number of bytes that each rank sends and receives in each step, by (step, rank)."""
     nbytes_in_flight: Counter[tuple[int, int]] = Counter()
     columns = (schedule.step, schedule.from_rank, schedule.to_rank, schedule.nbytes)
     for step, source, target, nbytes in zip(*(column.tolist() for column in columns), strict=True):
@@ -245,7 +253,7 @@ def _used(schedule: Schedule) -> Counter[tuple[int, int]]:
 
 
 def _check_no_idle_pairs(plan: ReshardPlan, schedule: Schedule, used: Counter[tuple[int, int]]) -> None:
-    """Raise if a pair of ranks waits in a step although it has elements ready, and both ranks have room for one."""
+    """Raise if a pair of ranks waits in a step although an element is ready for it, and both ranks have room for it."""
     hop, size = plan.transfers.hop[schedule.transfer], plan.target.item_size[plan.transfers.key[schedule.transfer]]
     last: dict[tuple[int, int, int], tuple[int, int]] = {}  # (hop, from, to): the last step, the largest element
     for piece in range(len(schedule)):

@@ -1,7 +1,7 @@
 """The laws of traces (records of what loading code does), and of quantised weights, which loading code decodes.
 
-A trace gives the same tensors as the code, also for a part of an output, and its inverse gives back the sources. Values
-and their scales are cut together, and come back unchanged.
+A trace gives the same tensors as the code, also for a part of an output, and its inverse gives back the sources. A
+quantised weight is cut together with its scales, and has the same values after it was dequantised and quantised again.
 """
 
 from __future__ import annotations
@@ -96,21 +96,21 @@ def check_quantised(
     most: float = 0.25,
     same_codes: bool = False,
 ) -> dict[str, torch.Tensor]:
-    """Check the laws of quantised weights, and return the weights, as float32, by key.
+    """Check the laws of quantised weights, and return the dequantised weights, as float32, by key.
 
-    - *It is the form*: all of a weight's tensors have the dtypes and shapes of the form.
+    - *Tensors have the form*: all of a weight's tensors have the dtypes and shapes that `form` describes.
     - *Cuts commute*: a cut of a weight, dequantised, equals the cut of the dequantised weight, also if it crosses
       blocks. The same holds in a trace.
     - *Values and scales are cut together*: the parts of all ranks, put together, are the stored tensors.
     - *Recoding comes back*: a dequantised weight that is quantised again has the same values.
-    - *Scales are the values' own*: dequantised weights are close to the original ones.
+    - *Scales are the values' own*: dequantised weights are close to the original ones in `expected`.
 
     Args:
         form: The form of the weights.
         tensors: Whole stored tensors, by key; small, since many cuts are tried.
-        held: Function from a box of a weight (a shard without data) to your code's tensors on that rank, by key. By
-            default the form cuts the tensors, and boxes that would split packed values are skipped.
-        expected: The weights that were quantised, by key.
+        held: Function from a box of a weight (a shard without data) to the tensors that your code holds on a rank with
+            that box, by key. By default the form cuts the tensors, and skips boxes that would split packed values.
+        expected: Original weights, by key; None to leave out the last law.
         most: Upper bound of an element's error, as a fraction of the largest element of its block: a quarter
             for FP4 and a sixteenth for FP8 allow rounding by half a step.
         same_codes: Whether recoding must give the same codes and scales, not only the same values; for tensors that the
@@ -169,7 +169,7 @@ def _check_cut_together(
     try:
         trees = [apply_factories(form.shards(shard, None if held is None else held(shard))) for shard in shards]
     except ShapeError as error:
-        if held is None and "packed" in str(error):
+        if held is None and "share one stored element" in str(error):
             return  # a cut that the form refuses
         raise AssertionError(f"{law}: {error}") from error
     leaves = [leaf for tree in trees for leaf in shards_of(tree).values()]

@@ -87,10 +87,10 @@ class Layout:
 
 
 def cut(layout: Layout, key: str, whole: torch.Tensor, rank: int) -> list[ShardedTensor]:
-    """Return a rank's shards of a global tensor; boxes are views of it.
+    """Return a rank's shards of a global tensor; those that are whole boxes are views of it.
 
     Args:
-        layout: Layout of a tensor of that shape.
+        layout: Layout of a tensor with the shape of `whole`.
         key: Name of the tensor.
         whole: The global tensor.
         rank: Index of the rank.
@@ -145,7 +145,7 @@ def places(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
 
 
 def _grid_cells(edges: list[list[int]]) -> list[Box]:
-    """Return the boxes between edges along each axis."""
+    """Return the boxes of a grid; `edges` are the boundaries of its cells along each axis, with both ends."""
     cells = product(*(pairwise(axis) for axis in edges))
     return [(tuple(low for low, _ in cell), tuple(high - low for low, high in cell)) for cell in cells]
 
@@ -167,7 +167,7 @@ def uneven_cells(draw: st.DrawFn, shape: tuple[int, ...]) -> Cells:
 
 @st.composite
 def irregular_cells(draw: st.DrawFn, shape: tuple[int, ...]) -> Cells:
-    """Return a strategy for boxes that come from cutting a box in two, several times."""
+    """Return a strategy for boxes that need not form a grid: any box may be cut in two, up to five times in all."""
     boxes: list[Box] = [((0,) * len(shape), shape)]
     for _ in range(draw(st.integers(0, 5)) if shape else 0):
         offset, size = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
@@ -313,7 +313,10 @@ def even_layout(global_shape: tuple[int, ...], ranks: int, axis: int | None = No
 
 
 def prependable(shape: tuple[int, ...], most: int) -> int:
-    """Return the largest number of leading axes whose prepending gives at most `most` shards, one for each index."""
+    """Return the largest number of axes that can be prepended with at most `most` shards.
+
+    A tensor with prepended axes needs a shard for each index along them.
+    """
     return next((axes for axes in range(len(shape), 0, -1) if 0 < math.prod(shape[:axes]) <= most), 0)
 
 
@@ -326,7 +329,7 @@ def _flat_ranges(volume: int) -> SearchStrategy[list[tuple[int, int] | None]]:
 
 @st.composite
 def _holders(draw: st.DrawFn, pieces: int, ranks: int) -> list[list[tuple[int, ReplicaId]]]:
-    """Return, for each piece, the ranks that hold it and their replica numbers."""
+    """Return a strategy for the holders of some pieces: for each piece a list of (rank, replica number) pairs."""
     # The main replica isn't always on the lowest rank, so that code which assumes that fails.
     mains = draw(st.lists(st.integers(0, ranks - 1), min_size=pieces, max_size=pieces))
     copies, stride = draw(st.integers(1, min(ranks, 3))), draw(st.sampled_from([1, ranks - 1]))

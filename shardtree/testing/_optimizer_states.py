@@ -143,7 +143,7 @@ def _layout_of_pieces(draw: st.DrawFn, shape: tuple[int, ...], prepended: int) -
 
 
 def _is_unambiguous(layout: Layout) -> bool:
-    """Return whether a layout has few pieces, and its shards tell how states of each kind are stored."""
+    """Return whether a layout has few pieces, and its shards determine how moments and numbers are stored."""
     # Two cases are excluded: a tensor without elements in several main pieces, which look alike, and flat ranges of
     # tensors without axes, whose moments are stored like numbers.
     mains = sum(piece.replica in (0, (0, 0)) for piece in layout.pieces)
@@ -154,7 +154,9 @@ def _is_unambiguous(layout: Layout) -> bool:
 
 
 def even_optimizer_layout(state: OptimizerState, ranks: int) -> dict[str, Layout]:
-    """Return the layout that cuts each parameter's first axis evenly, or replicates parameters that can't be cut so.
+    """Return the layout that cuts the first axis of each parameter evenly over the ranks.
+
+    A parameter that cannot be cut evenly is replicated.
 
     Args:
         state: The optimizer state, without prepended axes.
@@ -175,12 +177,15 @@ def even_optimizer_layout(state: OptimizerState, ranks: int) -> dict[str, Layout
 def rank_optimizer(
     state: OptimizerState, layout: Mapping[str, Layout], rank: int
 ) -> tuple[dict[str, Any], dict[int, ShardedTensor], dict[int, str]]:
-    """Return a rank's part of an optimizer: its state dict by ids, and the sharded parameter and name of each id.
+    """Return a rank's part of an optimizer, with torch's integer ids of parameters.
 
     Args:
         state: The global values.
         layout: Layout of each parameter, by name; at most one piece on each rank.
         rank: Index of the rank.
+
+    Returns:
+        The state dict, the parameters as shards by id, and the names of the parameters by id.
 
     Examples:
         >>> whole = {"w": {"exp_avg": torch.arange(4)}}
@@ -201,7 +206,7 @@ def rank_optimizer(
 
 
 def _rank_states(state: OptimizerState, layout: Layout, name: str, rank: int) -> dict[str, Any]:
-    """Return a rank's states of one parameter."""
+    """Return a rank's moments, numbers and Python values of one parameter, by state key."""
     front = layout.prepended
     [piece] = [piece for piece in layout.pieces if piece.rank == rank]
     place = piece.offset[:front]

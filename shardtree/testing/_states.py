@@ -64,7 +64,7 @@ class GlobalState:
 
     Attributes:
         tensors: Global tensors by key.
-        objects: Objects of each key's array, in order.
+        objects: Elements of each array of objects, in order, by the array's key.
         common: Values that are the same on every rank.
     """
 
@@ -114,7 +114,7 @@ def rank_tree(state: GlobalState, layout: Mapping[str, Layout], rank: int) -> di
     """Return the sharded tree that a rank saves for a state.
 
     Without common values the tree has only shards and objects, so that formats which store nothing but tensors can be
-    tested too; with common values it also has a local value.
+    tested too. With common values it also has a `LocalNonpersistentObject`, which isn't stored.
 
     Args:
         state: The global values.
@@ -151,7 +151,7 @@ def target_tree(state: GlobalState, layout: Mapping[str, Layout], rank: int) -> 
 
 
 def _objects(key: str, values: Sequence[Any], rank: int, ranks: int) -> list[ShardedObject]:
-    """Return a rank's objects; each object is on two ranks, if there are two."""
+    """Return a rank's elements of an array of objects; each element is on two ranks, if there are two."""
     shape, holders = (len(values),), range(min(ranks, 2))
     return [
         ShardedObject(key, value, shape, (number,), replica)

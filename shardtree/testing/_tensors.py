@@ -170,8 +170,8 @@ def meshes(draw: st.DrawFn, *, max_ranks: int = 8, max_axes: int = 3, simple: bo
 def partition_specs(draw: st.DrawFn, shape: tuple[int, ...], mesh: Mesh, *, simple: bool = False) -> PartitionSpec:
     """Return a strategy for specs that fit a tensor and a mesh; it shrinks to one that cuts nothing.
 
-    A tensor axis may be cut by no mesh axis, by one, or by several jointly, in turn or strided; its size needn't be a
-    multiple of the number of parts. A tensor may be on only some of the ranks, by `at`.
+    A tensor axis may be cut by no mesh axis, by one, or by several: jointly, or one after the other as `AxisSplit`. Its
+    size need not be a multiple of the number of parts. With `at`, a tensor is on only some of the ranks.
 
     Args:
         draw: Hypothesis's draw function, which callers don't pass.
@@ -204,7 +204,7 @@ def partition_specs(draw: st.DrawFn, shape: tuple[int, ...], mesh: Mesh, *, simp
 
 
 def _entries(names: list[str]) -> st.SearchStrategy[SpecEntry]:
-    """Return a strategy for the entries that cut a tensor axis by some mesh axes."""
+    """Return a strategy for the spec entry of a tensor axis that the named mesh axes cut; without names it is None."""
     if not names:
         return st.none()
     splits = st.tuples(*(st.builds(AxisSplit, st.just(name), st.sampled_from([1, 2, 3])) for name in names))

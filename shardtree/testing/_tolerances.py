@@ -1,4 +1,4 @@
-"""Comparison of tensors whose sums were added in another order: within tolerances by dtype, or bit for bit."""
+"""Comparison of tensors that may differ by the rounding of sums: within tolerances by dtype, or bit for bit."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Tolerances:
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which elements are subtracted."""
+    """Return the dtype in which differences of elements are computed: float64 or complex128."""
     return torch.complex128 if dtype.is_complex else torch.float64
 
 

@@ -15,12 +15,12 @@ from ..shell.storage import Buffer, Function, Sibling, Storage, around
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call of a storage.
+    """A call of a storage's method, or of its sibling's.
 
     Attributes:
         number: Number of the call, from 0.
-        method: Method of `Storage`, of `Capabilities`, or, as ``sibling.exchange``, of a `Sibling`.
-        name: Name of the file or folder, or of the save that makes the sibling.
+        method: Name of a method of `Storage` or `Capabilities`; or of a `Sibling`, such as ``sibling.exchange``.
+        name: Name of the file or folder; for a method of a sibling, name of the save that makes the sibling.
     """
 
     number: int
@@ -35,13 +35,13 @@ def _do_nothing(_: Call) -> None:
 def watched(
     storage: Storage, before: Callable[[Call], None] = _do_nothing, after: Callable[[Call], None] = _do_nothing
 ) -> Any:
-    """Return a storage that calls another one, one call at a time, and runs functions before and after each call.
+    """Return a storage that passes calls on to another, one at a time, and runs functions before and after each call.
 
     Args:
-        storage: Storage with the files; the ``inner`` of the result.
-        before: Function of each coming call. If it raises, the call isn't made, except that a write leaves half of its
-            bytes, as if interrupted.
-        after: Function of each finished call; may raise.
+        storage: Storage with the files; the result's attribute ``inner``.
+        before: Function that gets each call before it is made. If it raises, the call isn't made, except that a write
+            leaves half of its bytes, as if interrupted.
+        after: Function that gets each call after it succeeded; may raise.
 
     Examples:
         >>> from shardtree.storage import MemoryStorage

@@ -1,4 +1,4 @@
-"""The law that every way into another layout gives the same bits, and moves as many bytes as its plan says."""
+"""The law that every way to reshard, in memory, between ranks or by files, gives the same bits and follows its plan."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def check_ways(
     transport: Send | None = None,
     ways: Mapping[str, Way] | None = None,
 ) -> None:
-    """Raise unless each way into another layout gives the same bits, and moves as many bytes as its plan says.
+    """Raise unless every way to reshard trees gives the same bits, and moves as many bytes as its plan says.
 
     - *Memory to memory*: `reshard`, which `check_reshard` compares element by element.
     - *Ranks to ranks*: `redistribute`, also in small steps, and with relays. The bytes between each pair of ranks are
@@ -109,7 +109,14 @@ def own_ways(
     directory: Callable[[], Directory] = MemoryStorage,
     transport: Send | None = None,
 ) -> dict[str, Way]:
-    """Return the library's ways by name, for a format of files and a transport."""
+    """Return the library's ways to reshard trees, by name.
+
+    Args:
+        save_format: Backend and version of the files; the native format by default.
+        strategies: Dispatch table, as in `check_ways`.
+        directory: Function that returns a new place for a checkpoint, as in `check_ways`.
+        transport: Function that exchanges buffers between ranks, as in `check_ways`.
+    """
     ranks = partial(_between_ranks, transport)
     files = partial(_through_files, save_format, strategies, directory)
     return {

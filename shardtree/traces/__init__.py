@@ -1,4 +1,4 @@
-"""Traces of loading code: the map from sources' elements to outputs' elements, recorded in one run without data."""
+"""Traces of loading code: which elements of inputs become which elements of outputs, found in a run without data."""
 
 from ..core.lazy import Box
 from ._boxes import View, view_of

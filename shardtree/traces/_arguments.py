@@ -1,4 +1,4 @@
-"""Arguments of torch's operations: which are tensors, which of these change, and which have memory of their own."""
+"""Arguments of torch's operations: the tensors among them, those that an operation changes, and kinds of tensors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def tensors_in(args: Sequence[Any], kwargs: Mapping[str, Any] = MappingProxyType
 
 @lru_cache(maxsize=1024)
 def _places_written(func: Any) -> tuple[tuple[int, str], ...]:
-    """Return the positions and names of the arguments that an operation changes."""
+    """Return (position, name) of each argument that an operation writes to."""
     arguments = enumerate(func._schema.arguments)
     return tuple(
         (number, argument.name)
@@ -35,14 +35,14 @@ def _places_written(func: Any) -> tuple[tuple[int, str], ...]:
 
 
 def written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """Return the tensor arguments that an operation changes."""
+    """Return the tensor arguments that an operation writes to."""
     places = _places_written(func)
     return tensors_in([args[place] if place < len(args) else kwargs.get(word) for place, word in places])
 
 
 @lru_cache(maxsize=1024)
 def is_composite(func: Any) -> bool:
-    """Return whether an operation is implemented by other operations."""
+    """Return whether torch implements an operation by calling other operations."""
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"))
 
 
@@ -52,7 +52,7 @@ def mapped(function: Callable[[Any], Any], value: Any) -> Any:
 
 
 def is_ordinary(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor has memory of its own: parameters of all classes have, DTensors haven't."""
+    """Return whether a tensor is strided and leaves operations to torch: parameters are ordinary, DTensors are not."""
     return tensor.layout is torch.strided and is_plain(type(tensor))
 
 
@@ -64,5 +64,5 @@ def elements_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_plain(kind: Any) -> bool:
-    """Return whether a class leaves operations to torch, as `Parameter` does, without a dispatch of its own."""
+    """Return whether a tensor class, such as `Parameter`, has no ``__torch_dispatch__`` of its own."""
     return bool(kind.__torch_dispatch__ == torch.Tensor.__torch_dispatch__)

@@ -1,4 +1,7 @@
-"""Boxes of a tensor that moves read, for requests to plans, files and other ranks."""
+"""Boxes of sources that moves read, since plans, files and other ranks are asked for boxes.
+
+A `Move` copies elements by strided loops, from a flat source, its root, to a flat destination.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +21,23 @@ MOST = 4096
 
 
 def covering_box(move: Move, shape: tuple[int, ...]) -> tuple[Box, Strided]:
-    """Return the smallest box with all elements that a move reads of its root, and the view of these in the box."""
-    return covering(Strided(move.at, move.size, tuple([step for _, _, step in move.loops])), shape)
-
-
-def tight(move: Move, shape: tuple[int, ...], most: int = MOST) -> Iterator[tuple[Box, Move]]:
-    """Yield parts of a move, each with the box of exactly the elements that it reads.
+    """Return a small box that contains all elements that a move reads, and a strided view of them in that box.
 
     Args:
         move: Move from a dense tensor.
         shape: Shape of that tensor.
-        most: Approximate upper bound of the number of parts; beyond it, boxes hold other elements too.
+    """
+    return covering(Strided(move.at, move.size, tuple([step for _, _, step in move.loops])), shape)
+
+
+def tight(move: Move, shape: tuple[int, ...], most: int = MOST) -> Iterator[tuple[Box, Move]]:
+    """Split a move into parts that each read all elements of a box, and yield these as (box, part).
+
+    Args:
+        move: Move from a dense tensor.
+        shape: Shape of that tensor.
+        most: Approximate upper bound of the number of parts. If it does not suffice, boxes also contain elements that
+            the parts don't read.
     """
     box, _ = covering_box(move, shape)
     if most <= 1 or prod(box.shape) == prod([count for count, _, step in move.loops if step]):
@@ -39,7 +48,7 @@ def tight(move: Move, shape: tuple[int, ...], most: int = MOST) -> Iterator[tupl
 
 
 def _divided(move: Move, shape: tuple[int, ...], most: int) -> Iterator[tuple[Move, int]]:
-    """Yield parts of a move, cut at ends of rows or along a loop, each with the number of boxes that it may have."""
+    """Split a move at ends of rows or along a loop; yield each part with the number of boxes that it may have."""
     for which, (count, to, at) in enumerate(move.loops):
         others = move.loops[:which], move.loops[which + 1 :]
         row = min([step for step in dense(shape).stride if step > at > 0], default=0)
@@ -74,16 +83,26 @@ def _divided(move: Move, shape: tuple[int, ...], most: int) -> Iterator[tuple[Mo
 
 
 class View(NamedTuple):
-    """A strided view of a box in a dense tensor: offset of the first element, stride along each of the box's axes."""
+    """A strided view of a dense tensor with the elements of a box.
+
+    Attributes:
+        at: Offset of the box's first element in the dense tensor.
+        steps: Stride along each of the box's axes; 0 for an axis of length 1.
+    """
 
     at: int
     steps: tuple[int, ...]
 
 
 def view_of(move: Move, box: Box, shape: tuple[int, ...]) -> View | None:
-    """Return the destination's view of a box that a move reads; None if no strides reach all of its elements.
+    """Return the strided view of a move's destination that receives a box; None if no strides reach all its elements.
 
-    The box holds no other elements of the root. A move with casts or functions has no such view.
+    A move with casts or functions has no such view.
+
+    Args:
+        move: Move that reads the box and no other elements.
+        box: Box of the move's source.
+        shape: Shape of the source.
     """
     if move.via:
         return None
@@ -102,9 +121,13 @@ def view_of(move: Move, box: Box, shape: tuple[int, ...]) -> View | None:
 
 
 def into_box(move: Move, shape: tuple[int, ...], outer: Box, root: Any) -> Move:
-    """Return a move from a source as a move from the box `outer` of that source, which holds all elements it reads.
+    """Return a move from a source, rewritten as a move from a box of that source.
 
-    The new move has the root `root`.
+    Args:
+        move: Move from the source.
+        shape: Shape of the source.
+        outer: Box of the source that contains all elements that the move reads.
+        root: Root of the new move.
     """
     box, inner = covering_box(move, shape)
     weights, strides = dense(box.shape).stride, dense(outer.shape).stride
@@ -124,12 +147,12 @@ def into_box(move: Move, shape: tuple[int, ...], outer: Box, root: Any) -> Move:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reads:
-    """Boxes of sources that moves read, and the box that contains each part of a move.
+    """Boxes of sources that moves read; adjacent boxes are joined.
 
     Attributes:
-        boxes: Boxes of each source; adjacent ones are joined.
-        numbers: For each source, the index in `boxes` of the joined box that contains a part's own box.
-        views: For each source, the destination's view of each box; None for a box that must be copied.
+        boxes: Joined boxes of each source.
+        numbers: For each source, a mapping from each box before it was joined to the joined box's index in `boxes`.
+        views: For each source, the destination's strided view of each joined box; None for a box that must be copied.
     """
 
     boxes: Mapping[str, tuple[Box, ...]]
@@ -140,14 +163,14 @@ class Reads:
 def reads_of(
     sources: Mapping[str, Kind], moves: Iterable[Move], most: int = MOST, *, keep_views: bool | None = None
 ) -> Reads:
-    """Return the boxes of sources that moves read, with a bounded number for each move.
+    """Return the boxes of sources that moves read; adjacent boxes are joined.
 
     Args:
-        sources: Kinds of the sources, by name.
+        sources: Shape and dtype of each source, by name.
         moves: Moves from the sources.
-        most: Approximate upper bound of the boxes of a move.
-        keep_views: Whether two boxes, each a strided view of the destination, stay apart if the joined box would be no
-            such view; None if no views are needed.
+        most: Approximate upper bound of the number of boxes for one move.
+        keep_views: Whether two boxes that are strided views of the destination stay separate if the joined box would
+            not be one; None if views are not needed at all.
     """
     views_of: dict[str, dict[Box, View | None]] = defaultdict(dict)
     for move in leaves(moves):
@@ -167,10 +190,15 @@ Item = tuple[Box, View | None]
 def merged(
     items: Sequence[Item], *, keep_views: bool = False
 ) -> tuple[tuple[Box, ...], list[int], tuple[View | None, ...]]:
-    """Return joined boxes, the index of each item's joined box, and the destination's views of the joined boxes.
+    """Join boxes that touch or overlap along one axis.
 
-    Boxes are joined if they touch or overlap along one axis. With `keep_views`, two boxes with views are joined only if
-    the joined box has a view, too.
+    Args:
+        items: Pairs of a box and the destination's strided view of it; the view is None if there is none.
+        keep_views: Whether two boxes with views are joined only if the joined box has a view, too.
+
+    Returns:
+        The joined boxes, sorted; for each item, the index of the joined box that contains it; and the destination's
+        views of the joined boxes.
 
     Examples:
         >>> merged([(Box((2, 0), (2, 4)), None), (Box((0, 0), (2, 4)), None), (Box((6, 0), (1, 4)), None)])[:2]
@@ -205,7 +233,7 @@ def _merged_along(items: list[Item], axis: int, keep_views: bool) -> tuple[list[
 
 
 def _both(one: Item, other: Item, axis: int, keep_views: bool) -> Item | None:
-    """Return two boxes joined along an axis on which the second begins later; None if they stay apart."""
+    """Join two boxes along an axis on which the second does not begin earlier; return None if they stay separate."""
     (box, view), ((offset, shape), more) = one, other
     long, gap = box.shape[axis], offset[axis] - box.offset[axis]
     if gap > long:

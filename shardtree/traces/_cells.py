@@ -1,4 +1,4 @@
-"""Tensors without data, on which code runs, and the cells that hold the elements of their storages meanwhile."""
+"""`Tracer`, a tensor without data, on which traced code runs; and `Cells`, the record of each storage's elements."""
 
 from __future__ import annotations
 
@@ -23,10 +23,12 @@ from ._steps import Constant, Kind, operator_name, reread, seen_through
 _FIX = """Do this after the load, or write it with operations that can be traced: views, cat, stack, copies,
   gathers by known indices, casts, and functions of each element."""
 _FIX_ENDED = "The tensor has no elements: load them, or create a new tensor."
+PLAIN_ONLY = "traces record plain tensors, no subclasses"
+OTHER_SIZE = "the new elements would be parts or groups of the recorded ones"
 
 
 class Tracer(torch.Tensor):
-    """A tensor without data: a view of a cell, with the shape and strides of a meta tensor."""
+    """A tensor without data: a view of a `MemoryCell` (a storage's record) with the shape and strides of `meta`."""
 
     record: Cells
     cell: MemoryCell
@@ -74,17 +76,18 @@ class Tracer(torch.Tensor):
 
     @property  # torch's own would leave the cell and the meta tensor as they were
     def data(self) -> Tracer:
-        """The same tensor without gradients; it can be set, as that of a parameter."""
+        """The same tensor without gradients; setting it to a tracer makes this tensor a view of that tracer's cell."""
         return self.detach()  # type: ignore[return-value]
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         if not isinstance(value, Tracer):
-            self.record.refuse("setting .data to an ordinary tensor", [self])
+            fix = "Copy into the tensor instead, with copy_."
+            self.record.refuse("setting .data to an ordinary tensor", [self], "its elements would be lost", fix)
         become(self, value)
 
     def as_subclass(self, cls: Any) -> NoReturn:
-        self.record.refuse(f"as_subclass({cls.__name__})", [self])
+        self.record.refuse(f"as_subclass({cls.__name__})", [self], why=PLAIN_ONLY)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -98,20 +101,20 @@ class Tracer(torch.Tensor):
 
 
 class Number(Tracer):
-    """Result of `item` of a traced tensor of one element: it can fill tensors, and refuses other uses of a number.
+    """Result of ``item()`` for a traced tensor of one element: it can fill tensors; other uses of a number are refused.
 
     In other uses, it would promote dtypes as a tensor without axes does, and Python's numbers promote them differently.
     """
 
 
 def number_of(tracer: Tracer) -> Number:
-    """Return the result of `item` of a traced tensor of one element."""
+    """Return the result of ``item()`` for a traced tensor of one element."""
     with torch._C._DisableTorchDispatch():
         return Number(tracer.record, tracer.cell, tracer.meta.reshape(()))
 
 
 def become(tensor: torch.Tensor, tracer: Tracer) -> None:
-    """Turn a tensor into a tracer that the code has set as its data; a parameter keeps its attributes."""
+    """Turn a tensor into a tracer, when code sets its ``.data`` to this tracer; a parameter keeps its attributes."""
     is_parameter = isinstance(tensor, torch.nn.Parameter)
     new = torch.nn.Parameter(tracer, requires_grad=False) if is_parameter else tracer.detach()
     new.__dict__.update({word: value for word, value in tensor.__dict__.items() if word not in new.__dict__})
@@ -147,7 +150,7 @@ _refuses("__reduce_ex__", "pickling")
 
 
 def meta_of(value: Any) -> Any:
-    """Return an argument with meta tensors instead of tracers."""
+    """Return an argument with meta tensors in place of tensors; ordinary tensors without axes stay."""
     if isinstance(value, (list, tuple)):
         return [meta_of(item) for item in value]
     if isinstance(value, Tracer):
@@ -156,11 +159,11 @@ def meta_of(value: Any) -> Any:
 
 
 class Cells(TorchDispatchMode):
-    """The elements of one run's tensors, by storage, with reads and writes of them; `RecordingMode` adds operations.
+    """Record of all storages' elements in one run, with reads and writes; `RecordingMode` adds torch's operations.
 
     Attributes:
         cells: Cells of ordinary storages, by their addresses.
-        lent: Storages whose memory was passed on, by address, each with the function and the line that passed it on.
+        lent: Storages whose memory the code gave to other objects, by address, with the function and line that did.
         refusals: Refusals of the run.
     """
 
@@ -178,21 +181,21 @@ class Cells(TorchDispatchMode):
         self.lock = threading.RLock()  # loaders use threads
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Record one operation, and return its result; a subclass does."""
+        """Record one operation, and return its result; subclasses implement this."""
         raise NotImplementedError
 
     def source(self, name: str, kind: Kind) -> Tracer:
-        """Return the tracer of a source."""
+        """Return a new tracer that stands for a source."""
         with torch._C._DisableTorchDispatch():
             meta = torch.empty(kind.shape, dtype=kind.dtype, device="meta")
         return Tracer(self, MemoryCell(kind.numel, kind.dtype, whole(name, kind.numel)), meta)
 
     def fresh(self, meta: torch.Tensor) -> Tracer:
-        """Return a new tensor like a meta tensor, with no elements written yet."""
+        """Return a new tracer with the shape and strides of a meta tensor; no elements are written yet."""
         return Tracer(self, MemoryCell(meta.untyped_storage().nbytes() // meta.itemsize, meta.dtype), meta)
 
     def find_cell(self, tensor: torch.Tensor) -> MemoryCell | None:
-        """Return a tensor's cell; None for an ordinary tensor without a record."""
+        """Return the cell of a tensor's storage; None for an ordinary tensor that has none yet."""
         if isinstance(tensor, Tracer):
             return tensor.cell
         if not is_ordinary(tensor):
@@ -206,11 +209,11 @@ class Cells(TorchDispatchMode):
         return cell
 
     def cell(self, tensor: torch.Tensor) -> MemoryCell:
-        """Return a tensor's cell; an ordinary one gets its own, with its present elements unless it is on meta."""
+        """Return the cell of a tensor's storage; a new cell begins with the elements in memory, or none on meta."""
         cell = self.find_cell(tensor)
         if cell is None:
             if not is_ordinary(tensor):
-                self.refuse(f"an operation with a {type(tensor).__name__}", [])
+                self.refuse(f"an operation with a {type(tensor).__name__}", [], why=PLAIN_ONLY)
             storage = tensor.untyped_storage()
             count = storage.nbytes() // tensor.itemsize
             cell = MemoryCell(count, tensor.dtype, keep=storage)
@@ -225,7 +228,7 @@ class Cells(TorchDispatchMode):
         return cell
 
     def as_tracer(self, value: Any) -> Any:
-        """Return an ordinary tensor that was written to as a tracer of the same cell."""
+        """Return an ordinary tensor as a tracer of its cell; a value without a cell stays as it is."""
         if not isinstance(value, torch.Tensor) or isinstance(value, Tracer) or (cell := self.find_cell(value)) is None:
             return value
         meta = torch.empty(cell.numel, dtype=value.dtype, device="meta")
@@ -234,11 +237,11 @@ class Cells(TorchDispatchMode):
         return Tracer(self, cell, torch._neg_view(meta) if value.is_neg() else meta)
 
     def seen(self, cell: MemoryCell, view: torch.Tensor) -> tuple[Any, ...]:
-        """Return the steps (views of bits, conjugation) that lead from a storage's elements to a view's elements."""
+        """Return the steps from a storage's elements to a view's: reinterpreted bits, conjugation, negation."""
         return (*reread(cell.dtype, view.dtype), *seen_through(view))
 
     def reads(self, tensor: torch.Tensor, into: Sequence[int], to: int = 0) -> list[Move]:
-        """Return the moves from a tensor's elements to a destination with strides `into` and offset `to`."""
+        """Return moves that copy a tensor's elements to a destination with strides `into` and offset `to`."""
         view, cell = tensor.meta if isinstance(tensor, Tracer) else tensor, self.cell(tensor)
         read = read_of(int(view.storage_offset()), view.shape, into, view.stride(), to)
         cell.used.append(read)
@@ -246,7 +249,7 @@ class Cells(TorchDispatchMode):
         return list(through(moves, self.seen(cell, view)))
 
     def known_value(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return a tensor's elements on the CPU; None if there are too many, or if some are sources' or unknown."""
+        """Return a tensor's elements on the CPU; None if too many, or if some come from sources or are unknown."""
         cell = self.find_cell(tensor)
         if cell is None or not (cell.is_ahead or isinstance(tensor, Tracer)):
             with torch._C._DisableTorchDispatch():
@@ -255,22 +258,22 @@ class Cells(TorchDispatchMode):
         return constant_of(moves, Kind(tuple(tensor.shape), tensor.dtype))
 
     def _read_as(self, cell: MemoryCell, dtype: torch.dtype) -> None:
-        """Reinterpret the bytes of a constant on meta as elements of another dtype."""
+        """Reinterpret a cell's elements, constants on meta, as elements of a dtype of another size."""
         value = None if cell.before is not None else constant_of(cell.writes, Kind((cell.numel,), cell.dtype))
         if value is None or cell.numel > MOST_KNOWN:
-            self.refuse("a view as a dtype of another size", [])
+            self.refuse("a view as a dtype of another size", [], why=OTHER_SIZE)
         with torch._C._DisableTorchDispatch():
             cell.writes = Written([constant_move(value.contiguous().view(dtype))])
 
     def exchange(
         self, into: torch.Tensor, holes: Sequence[Move], moves: Sequence[Move], *, keeps: bool = False
     ) -> None:
-        """Record that moves replace the elements at places of a storage.
+        """Record a write, which replaces elements of a storage.
 
         Args:
             into: View of the storage.
-            holes: The replaced places, as nested reads.
-            moves: Moves into these places; their elements have the view's dtype.
+            holes: Positions of the replaced elements in the storage, as moves that are nested (see `is_nested`).
+            moves: Moves of the new elements to these positions; the elements have the view's dtype.
             keeps: Whether the new elements are computed from the old ones, which then aren't lost.
         """
         view, cell = into.meta if isinstance(into, Tracer) else into, self.cell(into)
@@ -289,7 +292,7 @@ class Cells(TorchDispatchMode):
     # Ownership of memory.
 
     def held(self, tensor: torch.Tensor) -> MemoryCell | None:
-        """Return the cell of a tensor with traced values, which are in no memory; None for other tensors."""
+        """Return the cell of a tensor whose recorded elements are not in its memory; None for other tensors."""
         if isinstance(tensor, Tracer) or not is_ordinary(tensor):
             return tensor.cell if isinstance(tensor, Tracer) else None
         with torch._C.DisableTorchFunction():
@@ -297,26 +300,26 @@ class Cells(TorchDispatchMode):
         return cell if cell is not None and cell.is_ahead else None
 
     def forget(self, tensor: torch.Tensor) -> None:
-        """Drop the record of a tensor without traced values, so that it is read from memory again."""
+        """Drop the record of an ordinary tensor whose memory is up to date, so that it is read from memory again."""
         if is_ordinary(tensor) and self.held(tensor) is None:
             with self.lock, torch._C.DisableTorchFunction():
                 self.cells.pop(tensor.untyped_storage()._cdata, None)
 
     def own(self, tensor: torch.Tensor) -> None:
-        """Note that the code created a tensor, which it may therefore change."""
+        """Note that the traced code created a tensor's memory, and may therefore change it."""
         if is_ordinary(tensor):
             with self.lock, torch._C.DisableTorchFunction():
                 storage = tensor.untyped_storage()
                 self.own_storages.setdefault(storage._cdata, _weak_reference(storage))
 
     def is_own(self, tensor: torch.Tensor) -> bool:
-        """Return whether the code created or got an ordinary tensor's memory, and so may change it."""
+        """Return whether the code created an ordinary tensor's memory, or shares it, and so may change it."""
         with self.lock, torch._C.DisableTorchFunction():
             storage = tensor.untyped_storage()._cdata
             return storage in self.own_storages or storage in self.lent
 
     def lend(self, tensor: torch.Tensor, name: str) -> None:
-        """Note that a tensor's memory is passed on from now on, and the name of the function that passes it on."""
+        """Note that the function of this name gives a tensor's memory to other objects, which may then change it."""
         if is_ordinary(tensor) and tensor.device.type != "meta":
             if self.held(tensor) is not None:
                 self.refuse(name, [tensor])
@@ -378,10 +381,10 @@ class Cells(TorchDispatchMode):
         self.refusals.refuse(name, f"{name} needs elements of a tensor on the meta device, which has none", fix)
 
     def refuse_write(self, lent: str, moves: Sequence[Move]) -> NoReturn:
-        """Raise the error for a write of traced values to memory that was passed on.
+        """Raise the error for a write of traced values to memory that the code gave to another object, `lent`.
 
         Raises:
-            TraceError: always; the error names the sources, the function and line that passed the memory on, and the
+            TraceError: always; the error names the sources, the function and line that gave the memory away, and the
                 caller's.
         """
         roots = ", ".join(shorten(dict.fromkeys(repr(str(move.root)) for move in moves), shown=3)) or "a number"

@@ -1,4 +1,4 @@
-"""Constants on the meta device: no memory there holds them, so operations on them are computed on the CPU."""
+"""Constants on the meta device: their elements are recorded, as it has no memory, and operations run on the CPU."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _OF_ELEMENTS = EXACT | {"clone", "_to_copy"}
 
 
 def note_constants(record: Cells, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
-    """Note the elements of an operation's new tensors on meta, unless they are random or depend on unknown elements."""
+    """Record the elements of an operation's new tensors on meta, unless they are random, unknown or too many."""
     name = operator_name(func)
     tensors = tensors_in([result])
     if name in EMPTY or torch.Tag.nondeterministic_seeded in func.tags or not any(new.is_meta for new in tensors):
@@ -51,7 +51,13 @@ def note_constants(record: Cells, func: Any, args: Sequence[Any], kwargs: Mappin
 
 
 def write_constant(record: Cells, into: torch.Tensor, value: torch.Tensor) -> None:
-    """Record that a view now holds the elements of a tensor, as constants."""
+    """Record that an ordinary tensor's elements are written to another tensor, as constants.
+
+    Args:
+        record: Record of the run.
+        into: Tensor that is written to.
+        value: Ordinary tensor of the same shape; with strides of 0 it repeats one number.
+    """
     view = into.meta if isinstance(into, Tracer) else into
     if not view.numel():
         return
@@ -64,7 +70,10 @@ def write_constant(record: Cells, into: torch.Tensor, value: torch.Tensor) -> No
 
 
 def computed(record: Cells, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return an operation's result on constants, on the device of its arguments; None if not all elements are known."""
+    """Return an operation's result on constants, computed on the CPU; None if some elements are not known.
+
+    If all tensor arguments are on meta, the result is on meta too, unless the operation has an argument `device`.
+    """
     value = _computed(record, func, args, kwargs)
     is_away = not any(isinstance(tensor, Tracer) or not tensor.is_meta for tensor in tensors_in(args, kwargs))
     if value is None or not is_away or "device" in kwargs:
@@ -82,7 +91,7 @@ def computed(record: Cells, func: Any, args: Sequence[Any], kwargs: Mapping[str,
 
 
 def _given(record: Cells, value: Any) -> Any:
-    """Return a computed value, and note a tensor as the code's own; an expanded tensor gets memory for all elements."""
+    """Return a computed value; a tensor is noted as the traced code's own, and has memory for all elements."""
     if isinstance(value, torch.Tensor):
         with torch._C._DisableTorchDispatch():
             value = value.contiguous() if value.numel() > 1 and not any(value.stride()) else value
@@ -91,7 +100,7 @@ def _given(record: Cells, value: Any) -> Any:
 
 
 def change_constants(record: Cells, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """Record an in-place operation on constants; if elements are unknown, its destinations become unwritten.
+    """Record an in-place operation on constants; if elements are unknown or random, its destinations become unwritten.
 
     Returns:
         The tensors that the operation changes.
@@ -119,9 +128,9 @@ def _cloned(value: Any) -> Any:
 
 
 def _known(record: Cells, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]] | None:
-    """Return arguments with known elements on the CPU in place of tensors; None if some elements are unknown.
+    """Return arguments with tensors replaced by their elements on the CPU; None if some elements are unknown.
 
-    A `device` argument that asks for meta asks for the CPU instead.
+    An argument `device` that is meta becomes the CPU.
     """
     is_known = True
 

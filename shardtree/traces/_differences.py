@@ -1,4 +1,7 @@
-"""Differences between two traces: each move of one is read through the other, to show its elements' origins there."""
+"""Differences between two traces.
+
+Each move of one trace is composed with the other trace, to see where that one takes the same elements from.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from ._text import move_text
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One part of an output that two traces make differently.
+    """Elements of one output that differ between two traces.
 
     Attributes:
         name: Name of the output.
@@ -45,14 +48,14 @@ class Difference:
 
     @property
     def what(self) -> str:
-        """The number of elements that differ, and what each trace makes of them."""
+        """The number of elements that differ, and their description in each trace."""
         return (
             f"{plural(self.elements, 'element')} {'is' if self.elements == 1 else 'are'} {self.here}, not {self.there}"
         )
 
 
 def differences(one: Fields, other: Fields) -> dict[str, tuple[Difference, ...]]:
-    """Return the differences between two traces, by output."""
+    """Return the differences between two traces, by the output's name; equal outputs are left out."""
     by_output: dict[str, tuple[Difference, ...]] = {}
     for name in dict.fromkeys([*one.outputs, *other.outputs]):
         kinds = one.outputs.get(name), other.outputs.get(name)
@@ -87,14 +90,17 @@ def _not_in(theirs: Moves, mine: Moves) -> Iterator[tuple[Move, int]]:
 
 
 def same(one: Moves, other: Moves) -> bool:
-    """Return whether two lists of moves make exactly the same elements of one tensor, whatever form the moves have."""
+    """Return whether two lists of moves give a tensor exactly the same elements, however these are split into moves."""
     return one.numel == other.numel and next(_not_in(other, one), None) is None
 
 
 def _same(piece: Move, move: Move) -> bool:
-    """Return whether a move and the part of another trace's move for the same places make equal elements.
+    """Return whether two traces write equal elements to the same places of an output.
 
-    The piece leads from the other move's root to the root of this move.
+    Args:
+        piece: Composition of the other trace's move with the reversed `move`. It reads the other trace's root, and
+            writes to the places in the root of `move` whose elements go to the same places of the output.
+        move: Move of this trace.
     """
     mine, theirs = move.root, piece.root
     if isinstance(mine, str) or isinstance(theirs, str):

@@ -23,11 +23,11 @@ def filled(
     sources: Mapping[str, torch.Tensor],
     unwritten: Callable[[int], float],
 ) -> torch.Tensor:
-    """Copy the elements of moves into a new dense tensor, and return this tensor.
+    """Fill a dense tensor with the elements that moves copy or compute, and return the tensor.
 
     Args:
-        into: Destination.
-        moves: Moves into the flat destination.
+        into: New tensor, all of whose elements are overwritten.
+        moves: Moves into the flat tensor.
         sources: Dense sources by name.
         unwritten: Function that is called if no move writes some elements: it takes their number, and returns the
             number to fill them with, or raises.
@@ -63,7 +63,7 @@ def _value(
 
 
 def gone_through(value: torch.Tensor, via: Sequence[Callable[[torch.Tensor], torch.Tensor]]) -> torch.Tensor:
-    """Return elements after the steps in `via`; an element that an expanded view repeats is computed once."""
+    """Return a tensor after the steps in `via`: casts and functions. Repeats in an expanded view are computed once."""
     small = value
     for dim, (size, stride) in enumerate(zip(value.shape, value.stride(), strict=True)):
         small = small.narrow(dim, 0, 1) if via and size > 1 and not stride else small
@@ -73,7 +73,13 @@ def gone_through(value: torch.Tensor, via: Sequence[Callable[[torch.Tensor], tor
 
 
 def operand_moves(operand: Operand, move: Move) -> list[Move]:
-    """Return an operand's moves for a part of a computed tensor: into a dense tensor with the size of `move`."""
+    """Return the moves that fill a dense tensor with the elements of an operand that a move needs.
+
+    Args:
+        operand: Operand of a computed tensor.
+        move: Move that reads a part of the computed tensor. The dense tensor has its size; if the operand has no axes,
+            one element.
+    """
     if operand.alone:
         return list(operand.moves)
     size, steps = move.size, [step for _, _, step in move.loops]
@@ -82,7 +88,7 @@ def operand_moves(operand: Operand, move: Move) -> list[Move]:
 
 
 def leaves(moves: Iterable[Move]) -> Iterator[Move]:
-    """Yield the moves from sources, also moves into the operands of computed tensors."""
+    """Yield all moves that read a source, either directly or for an operand of a computed tensor."""
     for move in moves:
         if isinstance(move.root, str):
             yield move

@@ -1,4 +1,4 @@
-"""Gathers by known indices: runs of consecutive elements become moves, which `rolled` joins."""
+"""Gathers by known indices: each run of consecutive indices becomes a move, and repetitive moves are joined."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ _INSTEAD = {
 def known(
     record: Cells, func: Any, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return an operation's arguments with all indices as ordinary tensors on the CPU.
+    """Return an operation's positional and keyword arguments, with all indices as ordinary tensors on the CPU.
 
     Raises:
-        TraceError: an index is made of sources, or its elements are unknown.
+        TraceError: an index has elements of sources, or unknown elements.
     """
     places = zip(func._schema.arguments, args, strict=False)
     take = partial(_known, record, func)
@@ -73,7 +73,10 @@ def runs(index: Array) -> list[tuple[int, int, int]]:
 
 
 def _regular(index: Array) -> list[tuple[int, int]] | None:
-    """Return a regular index as loops (count, step), outermost first; None for an index that isn't nested loops."""
+    """Return an index as nested loops (count, step), outermost first; None if it does not consist of such loops.
+
+    The index ``[3, 4, 7, 8]`` begins at 3 and has the loops ``[(2, 4), (2, 1)]``.
+    """
     loops: list[tuple[int, int]] = []
     while len(index) > 1:
         step = int(index[1] - index[0])
@@ -104,7 +107,7 @@ def _positions(index: torch.Tensor, length: int) -> Array:
 
 
 def only_axis(tensor: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> int | None:
-    """Return the only indexed axis; None if there are several, or if the index has an unusual shape or dtype."""
+    """Return the indexed axis, if there is one int32 or int64 index, or one mask of a single axis; otherwise None."""
     [(dim, index), *others] = [(dim, index) for dim, index in enumerate(indices) if index is not None]
     if _is_mask(index):
         is_plain = index.shape == tensor.shape[dim : dim + 1]
@@ -114,7 +117,7 @@ def only_axis(tensor: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> i
 
 
 def gather(record: Cells, tensor: torch.Tensor, dim: int, index: Array) -> Tracer:
-    """Return the elements at positions along an axis."""
+    """Record a gather at non-negative positions along an axis, and return its result."""
     view: torch.Tensor = tensor.meta if isinstance(tensor, Tracer) else tensor
     shape = (*view.shape[:dim], len(index), *view.shape[dim + 1 :])
     new = record.fresh(torch.empty(shape, dtype=view.dtype, device="meta"))
@@ -147,7 +150,7 @@ def gather(record: Cells, tensor: torch.Tensor, dim: int, index: Array) -> Trace
 def positions_along(
     tensor: torch.Tensor, indices: Sequence[torch.Tensor | None], dim: int
 ) -> tuple[Array, tuple[int, ...]]:
-    """Return the positions along an indexed axis, and the sizes of the axes that take its place in the result."""
+    """Return the selected positions along an axis, and the shape that replaces this axis in the result."""
     index: Any = indices[dim]
     positions = _positions(index, tensor.shape[dim])
     return positions, (len(positions),) if _is_mask(index) else tuple(index.shape)
@@ -175,12 +178,15 @@ def _index(record: Cells, func: Any, tensor: torch.Tensor, indices: Sequence[tor
 def check_numbers(record: Cells, func: Any, tensor: torch.Tensor) -> None:
     """Raise if a tensor has too many elements to number them."""
     if tensor.numel() > MOST_NUMBERS:
-        why = f"operations that number elements are recorded for at most {MOST_NUMBERS} of them"
+        why = f"this operation is recorded for tensors of at most {MOST_NUMBERS} elements"
         record.refuse(operator_name(func), [tensor], why=why)
 
 
 def _by_number(record: Cells, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Record an operation that moves elements: torch applies it to numbers of the elements, which show their way."""
+    """Record an operation that moves elements or fills with zeros.
+
+    Torch applies the operation to the numbers of the elements; the result shows where each element went.
+    """
     if others := [tensor for tensor in tensors_in(args, kwargs) if isinstance(tensor, Tracer)]:
         record.refuse(operator_name(func), others)
     check_numbers(record, func, tensor)
@@ -200,7 +206,7 @@ def _by_number(record: Cells, func: Any, tensor: torch.Tensor, *args: Any, **kwa
 
 
 def _gathering(rule: Rule) -> Rule:
-    """Return the rule of an operation that takes elements by indices."""
+    """Wrap a rule: indices must be known, and an operation that is left without traced tensors is simply executed."""
 
     def gathering(record: Cells, func: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         args, kwargs = known(record, func, args, kwargs)

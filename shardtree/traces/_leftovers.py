@@ -65,7 +65,7 @@ def note_module(record: Cells, module: torch.nn.Module) -> None:
 
 
 def note_data(record: Cells, tensor: torch.Tensor) -> None:
-    """Note a tensor's data, before the code replaces them or turns the tensor into another view in place."""
+    """Note a tensor's data, before the code replaces it or turns the tensor into another view in place."""
     with torch._C.DisableTorchFunction():  # an uninitialised parameter would refuse `detach`
         record.undo.append(partial(_set_data, tensor, tensor.detach()))
 

@@ -1,4 +1,4 @@
-"""Local traces, whose sources are the boxes that they read from files, lazy tensors or other ranks."""
+"""Local traces: each makes a box of an output from boxes of sources, read from files, lazy tensors or other ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ._trace import Trace, check_kinds, evaluated
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Local:
-    """A trace of one output from boxes of sources.
+    """The trace of one output, or of a box of it, from the boxes of sources that it needs.
 
     Attributes:
         boxes: Boxes that the output needs, each with its source's name.
@@ -33,10 +33,10 @@ class Local:
     views: tuple[View | None, ...]
 
     def output(self, parts: Sequence[Any], fill: float | None = None) -> Any:
-        """Return the output for given elements of the boxes; lazy if any of the elements are lazy.
+        """Return the output, computed from tensors with the boxes' elements; lazy if any of these tensors is lazy.
 
         Args:
-            parts: Tensors or lazy tensors, in the order of the boxes.
+            parts: Tensor or lazy tensor for each box, in the order of `boxes`.
             fill: Value of elements that are never written.
         """
         [name] = self.trace.outputs
@@ -62,8 +62,10 @@ def localized(
         name: Name of the output.
         offset: Offset of the box.
         shape: Shape of the box.
-        most: Approximate upper bound of the number of boxes for each move; beyond it, boxes hold other elements, too.
-        keep_views: As for `reads_of`.
+        most: Approximate upper bound of the number of boxes for each move. A move that would need more gets larger
+            boxes, which also contain elements that it does not read.
+        keep_views: Whether two boxes, each a strided view of the output, stay apart if the joined box would be no such
+            view; None if no views are needed.
     """
     part = trace.narrow({name: (offset, shape)})
     reads = reads_of(part.sources, part.moves[name], most, keep_views=keep_views)
@@ -133,7 +135,7 @@ def _description(value: Any) -> Any:
 
 
 def transformed(trace: Trace, tree: Mapping[str, Any], doing: str) -> dict[str, Any]:
-    """Return a flat tree of a trace's lazy outputs, computed from the whole tensors of a tree; objects are passed on.
+    """Return a trace's outputs as lazy shards, computed from the tensors of a flat tree, and the tree's objects.
 
     Args:
         trace: Trace whose sources are tensors of the tree, by key.
@@ -159,7 +161,7 @@ def transformed(trace: Trace, tree: Mapping[str, Any], doing: str) -> dict[str, 
 
 
 def whole_shard(key: str, kind: Kind) -> ShardedTensor:
-    """Return a whole tensor as a shard without data."""
+    """Return a shard, without data, that covers a whole tensor."""
     zeros, ones = (0,) * len(kind.shape), (1,) * len(kind.shape)
     return ShardedTensor(key, None, kind.dtype, kind.shape, kind.shape, zeros, ones)
 

@@ -1,7 +1,7 @@
-"""Functions that read a tensor's memory, or pass it on, without torch's dispatcher.
+"""Functions that read a tensor's memory, or give it to other code, without torch's dispatcher.
 
-Traced values are in no memory. So a tensor that holds some refuses these functions, as a tracer does. Memory that was
-passed on while code runs takes no traced values any more, since reads of it can't be seen.
+Traced values are in no memory. So these functions raise an error for a tensor that holds traced values. And traced
+values cannot be written to memory that the code has given away, since the trace would not see who reads them there.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Watch(TorchFunctionMode):
         return rule(self.record, func, args, kwargs or {})
 
     def show(self, name: str, func: Callable[..., Any], args: Args, kwargs: Options) -> Any:
-        """Return the result of a function that torch passes to no mode, by its name in `SHOWN`."""
+        """Return the result of a function that torch passes to no mode; `SHOWN` has its rule, by name."""
         return func(*args, **kwargs) if self.record.is_done else SHOWN[name](self.record, func, args, kwargs)
 
 
@@ -132,10 +132,10 @@ def _read_sizes(record: Cells, func: Callable[..., Any], args: Args, kwargs: Opt
 
 
 def _change(record: Cells, func: Callable[..., Any], args: Args, kwargs: Options) -> Any:
-    """Let a function change elements in memory, after which their record no longer holds."""
+    """Let a function change a tensor's memory. The record of its elements is dropped, since it no longer holds."""
     _check(record, func, args)
     if is_ordinary(args[0]) and not record.is_own(args[0]):
-        record.refuse(_name(func), [args[0]], why="it would change a tensor that existed before")
+        record.refuse(_name(func), [args[0]], why="it would change a tensor that existed before the trace")
     record.forget(args[0])
     return func(*args, **kwargs)
 
@@ -154,7 +154,7 @@ def _give(record: Cells, func: Callable[..., Any], args: Args, kwargs: Options) 
 
 
 def _place(record: Cells, func: Callable[..., Any], args: Args, kwargs: Options) -> Any:
-    """Return a fact about the place of a tensor's memory, which needs no elements; a tracer claims to be on the CPU."""
+    """Return a fact about where a tensor's memory lies, such as `is_pinned`; a tracer claims to be on the CPU."""
     if isinstance(args[0], Tracer):
         return (1, 0) if func is _T.__dlpack_device__ else False  # DLPack's number of the CPU
     with torch._C._DisableTorchDispatch():
@@ -162,14 +162,14 @@ def _place(record: Cells, func: Callable[..., Any], args: Args, kwargs: Options)
 
 
 def _interface(record: Cells, func: Callable[..., Any], args: Args, kwargs: Options) -> Any:
-    """Pass on a tensor's memory on a GPU; tensors on the CPU don't have this attribute."""
+    """Return ``__cuda_array_interface__``, which gives away memory on a GPU; tensors on the CPU lack it."""
     if args[0].device.type == "cpu":
         raise AttributeError("__cuda_array_interface__")
     return _give(record, func, args, kwargs)
 
 
 def _storage(record: Cells, func: Callable[..., Any], args: Args, kwargs: Options) -> Any:
-    """Return a proxy of a storage, which lends the memory once it is asked for more than its identity."""
+    """Return a proxy of a storage, whose memory counts as given away once code uses more than its identity."""
     tensor = args[0]
     is_untyped = func is _T.untyped_storage
     if not is_ordinary(tensor) or tensor.device.type == "meta" or (is_untyped and is_asked_by_torch()):

@@ -29,9 +29,9 @@ class MemoryCell:
         used: Reads of the present elements.
         keep: Storage of an ordinary tensor; None for other cells.
         before: Elements of an ordinary tensor when the run first met it.
-        is_ahead: Whether the writes are newer than an ordinary tensor's memory, which then mustn't be read.
-        versions: Ordinary tensors that were met or written, each with its version counter in torch at that time, and
-            the number of later changes that the record made itself.
+        is_ahead: Whether the writes are newer than an ordinary tensor's memory, which must not be read then.
+        versions: Triples (tensor, version, changes) for ordinary tensors that were met or written: torch's version
+            counter at that time, and the number of later changes that the record made itself.
     """
 
     __slots__ = ("before", "dtype", "is_ahead", "keep", "numel", "overwritten", "used", "versions", "writes")
@@ -45,7 +45,13 @@ class MemoryCell:
         self.versions: list[tuple[torch.Tensor, int, int]] = []
 
     def note_overwritten(self, old: Iterable[Move], holes: Sequence[Move], moves: Iterable[Move]) -> None:
-        """Note which old moves are lost when new moves are written to their places, the holes."""
+        """Add to `overwritten` the moves whose elements a write destroys.
+
+        Args:
+            old: Moves that the write has removed.
+            holes: Places that are written, as moves into them.
+            moves: New moves into these places.
+        """
         lost = [move for move in old if not isinstance(move.root, Constant)]
         self.overwritten += _without_kept(lost, self.used, moves) if lost and self.used else lost
         if self.used:
@@ -78,7 +84,10 @@ def constant_move(elements: torch.Tensor) -> Move:
 
 
 def constant_of(moves: Moves, kind: Kind) -> torch.Tensor | None:
-    """Return a dense tensor filled by moves from constants; None if it has other elements, too, or too many."""
+    """Return the dense tensor that moves from constants fill.
+
+    None if elements are unwritten or come from elsewhere, or if more than `MOST_KNOWN` elements are not all equal.
+    """
     if moves.numel < kind.numel or not all(isinstance(move.root, Constant) for move in moves):
         return None
     is_one = len(moves) == 1 and not any(step for _, _, step in moves[0].loops)
@@ -91,7 +100,7 @@ def constant_of(moves: Moves, kind: Kind) -> torch.Tensor | None:
 
 
 def _without_kept(old: Sequence[Move], used: Iterable[Move], moves: Iterable[Move]) -> list[Move]:
-    """Return the lost parts of old moves: parts that were never read, and parts whose elements are in no new move."""
+    """Return the lost parts of old moves: those that were never read, or whose elements are in no new move."""
     places, lost = Moves(map(_sources_of, used)), list[Move]()
     roots: dict[Any, list[Move]] = defaultdict(list)
     for move in _all_moves(moves):
@@ -110,13 +119,13 @@ def _identity(move: Move) -> Any:
 
 
 def _sources_of(move: Move) -> Move:
-    """Return a move into the places of the root that a move reads, each place once."""
+    """Return the reversed move: it writes to the places of the root that the move reads, to each place once."""
     loops = tuple([loop for loop in move.loops if loop[2]])
     return turned(move._replace(loops=loops))
 
 
 def _all_moves(moves: Iterable[Move]) -> Iterator[Move]:
-    """Yield moves, and the moves into operands of computed roots."""
+    """Yield the moves and, recursively, the moves into operands of their computed roots."""
     for move in moves:
         yield move
         for operand in move.root.tensors if isinstance(move.root, Computed) else ():

@@ -1,7 +1,7 @@
 """Moves: copies of elements as strided loops from one flat tensor to another, which compose exactly.
 
 Views, cat, stack, permutations, reshapes, gathers by known indices and ``copy_`` are all lists of moves. This one,
-``out[1:3, 0:2] = w.T[0:2, 1:3]``, leads from a root ``w`` (3, 4) to an output (4, 3), shown by their flat places::
+``out[1:3, 0:2] = w.T[0:2, 1:3]``, leads from a root ``w`` (3, 4) to an output (4, 3), shown by places (flat indices)::
 
     w (3, 4)            at = 4                 out (4, 3)          to = 3
      0  1  2  3                                 0  1  2
@@ -72,7 +72,7 @@ class Move(NamedTuple):
 
 
 def read_of(place: int, shape: Sequence[int], into: Sequence[int], strides: Sequence[int], to: int = 0) -> Move:
-    """Return the move that reads a strided view and writes its elements to a destination with the strides `into`."""
+    """Return the move that reads a view (`place`, `shape`, `strides`) and writes it at `to` with the strides `into`."""
     return normal(Move(None, to, place, tuple(zip(shape, into, strides, strict=True))))
 
 
@@ -177,9 +177,9 @@ class Moves(Sequence[Move]):
         return slice(bisect_left(self._tops, low), bisect_right(self._lows, high))
 
     def find(self, reads: Iterable[Move]) -> tuple[list[Move], list[Move]]:
-        """Return reads of the destination as moves from what the writes read, and the reads of places never written.
+        """Return reads of the destination as moves from the roots, and the reads of places that no move here writes.
 
-        This is composition: a read's `at` side addresses the destination, as a write's `to` side does.
+        This is composition: the reads take elements (`at`) from the places to which the moves here write them (`to`).
 
         Examples:
             >>> rows = Moves([Move("a", 0, 0, ((4, 1, 1),)), Move("b", 4, 0, ((4, 1, 1),))])
@@ -208,7 +208,10 @@ class Moves(Sequence[Move]):
 
 
 def _meet(read: Move, write: Move, hits: list[Move], left: list[Move]) -> tuple[Move, ...]:
-    """Put a read inside a write into `hits`, a read that misses it into `left`, and return any other read cut."""
+    """Compose a read with one write, and add the result to `hits`; if the read misses the write, add it to `left`.
+
+    A read that does neither as a whole is cut into parts, which are returned.
+    """
     loops = read.loops
     at, steps = read.at - write.to, [loop[2] for loop in loops]
     total, froms = write.at, [0] * len(loops)
@@ -248,7 +251,7 @@ def _span(loops: Sequence[Loop], steps: Sequence[int]) -> int:
 
 
 def _cut_at_carry(read: Move, steps: list[int], weight: int, at: int) -> tuple[Move, ...]:
-    """Return a read cut so that its steps leave a loop of the write less often, as digits carry in additions."""
+    """Return a read, cut or with one loop split in two, so that it leaves a loop of the write less often."""
     loops = read.loops
     moving = [number for number, step in enumerate(steps) if step and loops[number][0] > 1]
     which = max(moving, key=lambda number: (loops[number][0] - 1) * steps[number])
@@ -289,7 +292,7 @@ class Written(Moves):
         self._renew_tops(place, place + 1)
 
     def _renew_tops(self, first: int, least: int) -> None:
-        """Recompute `_tops`, the running maximum of the moves' last places, from `first` on, while it changes."""
+        """Recompute the running maximum `_tops` from index `first` on, until it is unchanged at `least` or later."""
         top = self._tops[first - 1] if first else -1
         for number in range(first, len(self._moves)):
             top = max(top, self._moves[number].end)

@@ -1,7 +1,7 @@
 """Rules for recording torch's operations: moves of elements, functions of each element, and special cases.
 
-A tensor is a view of a cell, and an operation changes the moves into the cell's places. Here, ``p.data[2:4].copy_(w)``
-writes a source ``w`` (2, 3) to a parameter ``p`` (6, 3)::
+A cell (`MemoryCell`) has the moves into one storage. A tensor is a view of a cell, and an operation changes the moves
+into the cell's places. Here, ``p.data[2:4].copy_(w)`` writes a source ``w`` (2, 3) to a parameter ``p`` (6, 3)::
 
     w: a view of its cell            p.data[2:4]: a view of p's cell
     offset 0, strides (3, 1)         offset 6, strides (3, 1)
@@ -12,8 +12,8 @@ writes a source ``w`` (2, 3) to a parameter ``p`` (6, 3)::
            the view of p              12 13 14
                                       15 16 17
 
-A view changes only the meta tensor, and no cell. A function of each element adds a step to the moves' `via`, or makes a
-`Computed` root. Moves are immutable: a cell gets new ones.
+An operation that returns a view makes another meta tensor, and changes no cell. A function of each element adds a step
+to the moves' `via`, or makes a `Computed` root. Moves are immutable: a cell gets new ones.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ..core.lazy import EXACT, INEXACT, dense, is_exact
 from . import _gathers as gathers
 from . import _scatters as scatters
 from ._arguments import is_ordinary, tensors_in
-from ._cells import Cells, Tracer, meta_of
+from ._cells import PLAIN_ONLY, Cells, Tracer, meta_of
 from ._constants import EMPTY, FILLED
 from ._moves import Moves, read_of, whole
 from ._steps import Computed, Constant, Function, Operand, number, operator_name
@@ -56,7 +56,7 @@ def _record_copy(record: Cells, func: Any, tensor: torch.Tensor, **kwargs: Any) 
 
 
 def _fill_rule(value: int | None, place: int = 0) -> Callable[..., torch.Tensor]:
-    """Return the rule for an operation that fills a new tensor with `value`; if None, with its argument at `place`."""
+    """Return the rule of an operation that fills a new tensor with `value`; if None, with argument number `place`."""
 
     def rule(record: Cells, func: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         return fill(record, func, _made_like(record, func, args, kwargs), args[place] if value is None else value)
@@ -86,7 +86,7 @@ def _random(record: Cells, func: Any, into: torch.Tensor, *_: Any, **__: Any) ->
 
 def _copy(record: Cells, func: Any, into: torch.Tensor, tensor: torch.Tensor, *_: Any) -> torch.Tensor:
     if not isinstance(into, Tracer) and not is_ordinary(into):
-        record.refuse(f"copy_ into a {type(into).__name__}", [tensor])
+        record.refuse(f"copy_ into a {type(into).__name__}", [tensor], why=PLAIN_ONLY)
     check_apart(record, "copy_", into, [tensor])
     copy_into(record, into, tensor)
     return into

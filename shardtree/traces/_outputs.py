@@ -22,7 +22,7 @@ def collected(record: Cells, kinds: Mapping[str, Kind], tensors: Mapping[str, to
 
     Args:
         record: Record of the run.
-        kinds: Kinds of the sources.
+        kinds: Shapes and dtypes of the sources, by name.
         tensors: Outputs by name.
         fills: Whether the outputs are destinations, whose elements count only where the code wrote them.
     """

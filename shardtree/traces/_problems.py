@@ -129,7 +129,7 @@ def _bends(move: Move, shape: tuple[int, ...], root: tuple[int, ...]) -> bool:
 
 
 def coverage(moves: Iterable[Move], numel: int) -> tuple[list[Move], list[Move]]:
-    """Return the places of a flat tensor into which no move leads, and the places into which several do, exactly.
+    """Return the places of a flat tensor that no move writes, and those that are written several times, as moves.
 
     Args:
         moves: Moves, nested or not; a loop's step in the destination may be 0.

@@ -15,7 +15,7 @@ from . import _constants as constants
 from . import _operations as operations
 from . import _scatters as scatters
 from ._arguments import elements_of, is_composite, is_ordinary, is_plain, mapped, tensors_in, written
-from ._cells import Cells, MemoryCell, Number, Tracer, meta_of
+from ._cells import OTHER_SIZE, Cells, MemoryCell, Number, Tracer, meta_of
 from ._leftovers import note_data
 from ._memory import Watch
 from ._steps import operator_name, takes_numbers_of
@@ -112,7 +112,7 @@ class RecordingMode(Cells):
                 func(*meta_of(args), **{word: meta_of(value) for word, value in kwargs.items()})
             except Exception:
                 raise error from None  # it would be raised without a trace, too
-            self.refuse(operator_name(func), tensors)
+            self.refuse(operator_name(func), tensors, why=f"these arguments are not supported: {error}")
 
     def _is_traced(self, func: Any, tensors: list[torch.Tensor]) -> bool:
         """Return whether traced values take part in an operation, other than in a view of an ordinary tensor."""
@@ -124,11 +124,11 @@ class RecordingMode(Cells):
         return not func.is_view or is_composite(func) or isinstance(tensors[0], Tracer)
 
     def _is_of_constants(self, func: Any, tensors: list[torch.Tensor]) -> bool:
-        """Return whether an operation makes a new tensor from tensors on meta without sources' elements."""
+        """Return whether an operation makes a new tensor from meta tensors, none of which holds elements of sources."""
         return not func._schema.is_mutable and all(map(self.is_blank, tensors))
 
     def _of_constants(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the result of an operation that torch can't do on meta, such as `nonzero`, on known elements.
+        """Return the result, on known elements, of an operation such as `nonzero`, which torch can't do on meta.
 
         Raises:
             TraceError: some elements aren't known.
@@ -138,7 +138,7 @@ class RecordingMode(Cells):
         return result
 
     def _fills_model(self, func: Any, args: tuple[Any, ...]) -> bool:
-        """Return whether an operation fills a tensor that the code didn't create, whose memory must not change."""
+        """Return whether an operation writes to an ordinary tensor that the code didn't create, or that is on meta."""
         if operator_name(func) not in _WRITES or not is_ordinary(args[0]):
             return False
         return args[0].untyped_storage()._cdata not in self.own_storages or args[0].device.type == "meta"
@@ -190,7 +190,7 @@ class RecordingMode(Cells):
         return self._record_constants(func, *original[:2], tensors)
 
     def _check_number(self, name: str, tensors: list[torch.Tensor]) -> None:
-        """Raise unless an operation fills its first tensor with a result of `item`, and the dtype can hold it."""
+        """Raise unless an operation only fills its first tensor with results of `item`, and the dtype can hold them."""
         if name not in _TAKE_NUMBERS:
             fix = "Leave item() out: compute with the tensor itself."
             self.refuse(_NAMES.get(name, name), tensors, instead=fix)
@@ -219,9 +219,9 @@ class RecordingMode(Cells):
 
         def tracer(meta: torch.Tensor) -> Tracer:
             if meta.itemsize != base.itemsize:
-                self.refuse(f"{name} as a dtype of another size", [base])
+                self.refuse(f"{name} as a dtype of another size", [base], why=OTHER_SIZE)
             if meta.is_conj() or meta.is_neg() or not is_view(meta, meta_of(base)):
-                self.refuse(name, [base])
+                self.refuse(name, [base], why="the result is not a strided view of the same elements")
             return Tracer(self, self.cell(base), meta)
 
         return mapped(tracer, func(*map(meta_of, args), **{word: meta_of(each) for word, each in kwargs.items()}))

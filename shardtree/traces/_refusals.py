@@ -24,7 +24,7 @@ class RunRefusals:
         """Raise the error for an operation that can't be recorded.
 
         Args:
-            name: Name of the operation, for `check_caught`.
+            name: Name of the operation, as `may_catch` would list it.
             what: Sentence about the operation, for the heading.
             fix: Advice for the caller.
 

@@ -19,6 +19,8 @@ IndexOf = Callable[[torch.Tensor], torch.Tensor]
 """An indexing expression: a function that returns indexed items of a tensor, or of the places of its elements."""
 
 _ZEROS = "torch adds complex numbers in two ways, which give zeros of different signs"
+_ALPHA = "only additions with alpha=1 are recorded"
+_REDUCE = "no other reduction than scatter_add is recorded"
 _SUM = "several elements are added to one place, and the rounding of their sum depends on torch's order"
 
 
@@ -69,7 +71,7 @@ def _index_add(
     record: Cells, func: Any, into: torch.Tensor, dim: int, index: torch.Tensor, source: Any, *, alpha: Any = 1
 ) -> None:
     if alpha != 1:
-        record.refuse(f"{operator_name(func)} with alpha", [into, source])
+        record.refuse(f"{operator_name(func)} with alpha", [into], _ALPHA, "Multiply the source first.")
     _scatter(record, func, into, lambda tensor: tensor.index_select(dim, index), source, adds=True)
 
 
@@ -85,14 +87,14 @@ def _scatter_along(
     adds: bool = False,
 ) -> None:
     if reduce is not None:
-        record.refuse(f"{operator_name(func)} with reduce", [into])
+        record.refuse(f"{operator_name(func)} with reduce", [into], why=_REDUCE)
     if isinstance(value, torch.Tensor) and value.ndim:
         value = value[tuple([slice(size) for size in index.shape])]
     _scatter(record, func, into, lambda tensor: tensor.gather(dim, index), value, adds=adds)
 
 
 def _rehearsed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Return an operation's result on zeros instead of unknown elements, after torch's own checks of all arguments."""
+    """Call an operation on zeros instead of unknown elements, so that torch checks its arguments; return the result."""
     first, *values = args
     with torch._C._DisableTorchDispatch():
 
@@ -107,7 +109,7 @@ def _rehearsed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _in_place(write: Callable[..., None]) -> Rule:
-    """Return the rule of an operation that writes to a tensor by indices."""
+    """Return the rule of an in-place operation such as `index_fill_`, from a function that records the write."""
 
     def writing(record: Cells, func: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         check_numbers(record, func, args[0])
@@ -122,7 +124,7 @@ def _in_place(write: Callable[..., None]) -> Rule:
 
 
 def _copying(write: Callable[..., None]) -> Rule:
-    """Return the rule of an operation that copies a tensor and writes to the copy."""
+    """Return the rule of an operation such as `index_fill`, which writes to a copy, from a function that records it."""
 
     def copying(record: Cells, func: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         check_numbers(record, func, args[0])

@@ -1,4 +1,4 @@
-"""Steps that elements go through, and roots other than sources: values that compare exactly."""
+"""Casts and functions that elements pass through, and roots of moves that are not sources; all compare exactly."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Kind:
 
 
 def kind_of(like: Any) -> Kind:
-    """Return the kind of an object with a shape and a dtype; of a shard, that of its whole tensor."""
+    """Return the shape and dtype of an object that has both; for a shard, those of the whole tensor."""
     if not hasattr(like, "dtype"):  # a slice of a safetensors file
         dtype, shape = kind_from_file(like.get_dtype(), tuple(like.get_shape()))
         return Kind(shape, dtype)
@@ -54,7 +54,7 @@ def number(value: Any, dtype: torch.dtype) -> torch.Tensor:
 
 
 def exactly(value: Any) -> Any:
-    """Return a key of a value. Values with equal keys are the same to every function: 0.0 and -0.0 have different keys.
+    """Return a key for comparisons: values with equal keys are the same to every function; 0.0 and -0.0 differ.
 
     Examples:
         >>> exactly(0.0) == exactly(-0.0), exactly(1) == exactly(1.0), exactly(float("nan")) == exactly(float("nan"))
@@ -74,7 +74,8 @@ class Constant:
     """A root of elements that come from no source, such as zeros of padding.
 
     Attributes:
-        value: The elements, flat; or a single element if all are equal. An operand of a function has no axes.
+        value: Flat tensor of the elements, with a single one if all are equal; a tensor without axes if a function gets
+            it as an argument.
     """
 
     value: torch.Tensor
@@ -131,7 +132,7 @@ class Bits:
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """A torch function of each element and of numbers.
+    """A torch function that is called on each element, with fixed other arguments.
 
     Attributes:
         func: Operator.
@@ -173,13 +174,13 @@ class Function:
         return f"{operator_name(self.func)}({', '.join(others)})"
 
     def of(self, text: str) -> str:
-        """Return the call as text, with all of its arguments."""
+        """Return the call as text, with `text` for the element."""
         texts = (text if number == self.place else str(each) for number, each in enumerate(self.args))
         return f"{operator_name(self.func)}({', '.join(texts)})"
 
 
 def via_text(text: str, via: Sequence[Any]) -> str:
-    """Return an element's text with its steps, as methods, or as functions where it isn't the first argument.
+    """Return an element and its steps as text. A step is a method, or a call if the element is not the first argument.
 
     Examples:
         >>> power = Function(torch.ops.aten.pow.Scalar, 1, (2, None), (), alone=False)
@@ -196,7 +197,7 @@ class Operand:
     """One operand of a computed tensor.
 
     Attributes:
-        moves: Moves to the flat result, or to its one element.
+        moves: Moves into a flat tensor of the result's size; of one element if `alone`.
         dtype: Dtype of the operand.
         alone: Whether the operand has no axes, so that all elements of the result use its only element.
     """
@@ -224,7 +225,7 @@ class Computed:
 
     @property
     def tensors(self) -> tuple[Operand, ...]:
-        """The operands with moves."""
+        """The operands that moves fill, without constants and numbers."""
         return tuple(each for each in self.operands if isinstance(each, Operand))
 
     def __call__(self, parts: Iterable[torch.Tensor]) -> torch.Tensor:
@@ -269,7 +270,7 @@ _NEGATE = Function(torch.ops.aten.neg.default, 0, (None,), (), alone=False)
 
 
 def _result(func: Any, operands: Sequence[Any], options: Mapping[str, Any]) -> torch.Tensor:
-    """Return the result of an elementwise function, with the same bits whichever way the tensors are cut."""
+    """Return the result of an elementwise function; its bits do not depend on how tensors are cut into parts."""
     if is_exact(operator_name(func), operands, options):
         return func(*operands, **options)  # type: ignore[no-any-return]
     return steady(func, operands, options)
@@ -277,7 +278,7 @@ def _result(func: Any, operands: Sequence[Any], options: Mapping[str, Any]) -> t
 
 @lru_cache(maxsize=256)
 def has_all_values(dtype: torch.dtype, source: torch.dtype) -> bool:
-    """Return whether a dtype has every value of another one.
+    """Return whether `dtype` can represent every value of `source`.
 
     Examples:
         >>> has_all_values(torch.float32, torch.bfloat16), has_all_values(torch.float32, torch.int32)
@@ -307,7 +308,7 @@ def has_all_values(dtype: torch.dtype, source: torch.dtype) -> bool:
 
 @lru_cache(maxsize=256)
 def takes_numbers_of(dtype: torch.dtype, source: torch.dtype) -> bool:
-    """Return whether torch can fill a dtype with each number of another one; out of range, it raises an error.
+    """Return whether torch can fill a tensor of `dtype` with every number of `source`, so that none is out of range.
 
     Examples:
         >>> takes_numbers_of(torch.bfloat16, torch.float32), takes_numbers_of(torch.float16, torch.float32)
@@ -322,12 +323,12 @@ def takes_numbers_of(dtype: torch.dtype, source: torch.dtype) -> bool:
 
 
 def cast(source: torch.dtype, dtype: torch.dtype) -> tuple[Cast, ...]:
-    """Return the cast from one dtype to another as a tuple of one step; empty if the dtypes are equal."""
+    """Return the step that casts from one dtype to another, in a tuple; empty if the dtypes are equal."""
     return () if source is dtype else (Cast(source, dtype, has_all_values(dtype, source)),)
 
 
 def reread(source: torch.dtype, dtype: torch.dtype) -> tuple[Bits, ...]:
-    """Return the view of a dtype's bits as another dtype as a tuple of one step; empty if the dtypes are equal."""
+    """Return the step that views bits as another dtype, in a tuple; empty if the dtypes are equal."""
     return () if source is dtype else (Bits(source, dtype),)
 
 
@@ -355,7 +356,7 @@ def joined(first: tuple[Any, ...], then: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _overflows(last: Cast, step: Cast) -> bool:
-    """Return whether a cast may leave an integer's range; the result then depends on the dtype before the cast."""
+    """Return whether a cast to an integer may overflow; its result then depends on the dtype that is cast."""
     is_integer = not (step.dtype.is_floating_point or step.dtype.is_complex or step.dtype is torch.bool)
     return is_integer and last.dtype.is_floating_point and not has_all_values(step.dtype, last.source)
 
@@ -365,7 +366,7 @@ def _is_own_inverse(step: Any) -> bool:
 
 
 def seen_through(view: torch.Tensor) -> tuple[Function, ...]:
-    """Return the steps from memory to a view's elements, if torch conjugates or negates the view when it reads it."""
+    """Return the steps by which torch conjugates or negates a view's elements when it reads them; usually none."""
     conjugated = (_CONJUGATE,) if view.is_conj() else ()
     return (*conjugated, _NEGATE) if view.is_neg() else conjugated
 

@@ -1,4 +1,4 @@
-"""Storages that traced code gets: proxies that lend memory only when they are asked for more than their identity."""
+"""Storages that traced code gets: proxies, which note when code uses more of a storage than its identity."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _WHICH = {
 
 
 class LentStorage(torch.TypedStorage):
-    """A proxy of a tensor's storage, which lends the memory once it is asked for more than its identity.
+    """A proxy of a tensor's storage. The memory counts as given away once code uses more than the storage's identity.
 
-    Torch's functions in C take the `_untyped_storage` of a typed one, so none of them reaches the memory unseen.
+    Torch's functions in C read `_untyped_storage` of the proxy, so none of them reaches the memory unseen.
     """
 
     def __new__(cls, *args: Any) -> LentStorage:

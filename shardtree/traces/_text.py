@@ -1,4 +1,4 @@
-"""Traces as text: boxes where both sides of a move are boxes, else factors of axes, named as einops does."""
+"""Traces as text: each side of a move is an index expression whose loops are named, like the axes in einops."""
 
 from __future__ import annotations
 
@@ -72,7 +72,15 @@ def factored(move: Move, shape: tuple[int, ...], root: tuple[int, ...]) -> list[
 
 
 def _side(place: int, loops: Sequence[tuple[int, int, str]], shape: tuple[int, ...]) -> str:
-    """Return one side of a move as text: for each axis an index, a name, several factors, or an interval of these."""
+    """Return one side of a move as an index expression, such as ``2:+a, (b c), 0``.
+
+    Each axis has an index, a loop's name, or several names in parentheses; ``2:+a`` is loop ``a`` from index 2 on.
+
+    Args:
+        place: Flat index of the first element.
+        loops: Loops as (count, step, name).
+        shape: Shape of the tensor.
+    """
     texts = []
     for axis, step in enumerate(dense(shape).stride):
         low, place = divmod(place, step) if step else (0, place)
@@ -89,13 +97,13 @@ def _side(place: int, loops: Sequence[tuple[int, int, str]], shape: tuple[int, .
 
 
 def axis_of(step: int, shape: tuple[int, ...]) -> int:
-    """Return the axis along which a flat step leads; the number of axes if there is none."""
+    """Return the axis along which a step of a flat index moves; the number of axes if there is none."""
     strides = dense(shape).stride
     return next((axis for axis, stride in enumerate(strides) if 0 < stride <= step and shape[axis] > 1), len(shape))
 
 
 def places_text(moves: Sequence[Move], shape: tuple[int, ...], shown: int = 3) -> str:
-    """Return the places that moves write as text: slices of the tensor, or the first and last element of each move.
+    """Return, as text, the places that moves write: slices of the tensor, or else the first and last flat index.
 
     Examples:
         >>> places_text([Move(None, 4, 0, ((2, 4, 1), (2, 1, 1)))], (4, 4))

@@ -53,7 +53,7 @@ def _watched(watches: tuple[Watch, ...]) -> Iterator[None]:
 
 
 def _within(watches: tuple[Watch, ...], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Return a function's result. Watches of the thread that submitted it record it in this thread."""
+    """Call a function in this thread while the given watches of another thread record it, and return its result."""
     new = [watch for watch in watches if watch not in _watches() and not watch.record.is_done]
     with ExitStack() as stack:
         for watch in new:

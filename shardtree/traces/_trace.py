@@ -65,9 +65,9 @@ class Trace(Fields):
         return evaluated(self, {name: tensors[name] for name in roots}, fill)
 
     def narrow(self, boxes: Mapping[str, Place]) -> Trace:
-        """Return the trace of boxes of outputs, such as one rank's parts.
+        """Return the trace whose outputs are boxes of this trace's outputs, such as one rank's parts.
 
-        Its outputs are those boxes of this trace's outputs; other outputs are left out.
+        Outputs without a box are left out.
 
         Args:
             boxes: Boxes as (offset, shape), by the outputs' names.
@@ -88,12 +88,13 @@ class Trace(Fields):
             )
         places = {name: Box(tuple(offset), tuple(shape)) for name, (offset, shape) in boxes.items()}
         outside = [
-            f"{name!r}: {box.shape} at {box.offset} of {self.outputs[name].shape}"
+            f"{name!r}: shape {box.shape} at offset {box.offset} of an output of shape {self.outputs[name].shape}"
             for name, box in places.items()
             if not _lies_within(box, self.outputs[name].shape)
         ]
         if outside:
-            raise ShapeError(error_text("narrow: boxes outside their outputs", offenders=outside))
+            fix = "Pass boxes that lie within the shapes in trace.outputs."
+            raise ShapeError(error_text("narrow: boxes outside their outputs", offenders=outside, fix=fix))
         kinds = {name: replace(self.outputs[name], shape=box.shape) for name, box in places.items()}
         moves = {name: Moves(self._at(self.moves[name], name, box)) for name, box in places.items()}
         tied = {name: main for name, main in self.tied.items() if main in places and places.get(name) == places[main]}
@@ -112,7 +113,7 @@ class Trace(Fields):
     def reads(self) -> dict[str, tuple[Box, ...]]:
         """Return the boxes of each source that the outputs read, by the source's name.
 
-        The boxes contain no other elements, unless a move would need more than some thousand boxes.
+        The boxes contain only elements that are read, unless a move would need more than some thousand boxes.
         """
         untied = (move for name, moves in self.moves.items() if name not in self.tied for move in moves)
         return dict(reads_of(self.sources, untied).boxes)
@@ -269,7 +270,7 @@ def _fill(name: str, fill: float | None, missing: int) -> float:
 
 
 def check_kinds(doing: str, expected: Mapping[str, Kind], tensors: Mapping[str, Any]) -> None:
-    """Raise unless all expected tensors are present, with the shapes and dtypes that were traced.
+    """Raise unless all expected tensors are present and have the expected shapes and dtypes.
 
     Raises:
         KeyMismatch: a tensor is missing.

@@ -14,7 +14,7 @@ from ._cells import Cells, Tracer
 from ._moves import Move, Moves, in_place, is_nested, read_of, rolled, through
 from ._steps import cast
 
-_EXPANDED = "elements of the view share a place in memory, as in an expanded tensor: torch writes only to its clone"
+_EXPANDED = "elements of the view share a place in memory, as in an expanded tensor: torch writes only to a clone"
 _TWICE = "several elements are written to one place, and torch leaves open which of them stays"
 _OVERLAP = """its source and its destination overlap in memory, where torch raises an error, or the result depends on
   the order in which it copies"""
@@ -149,8 +149,8 @@ def write_places(
 
     Args:
         record: Record of the run.
-        into: View of the storage.
-        places: Place of each element in the storage; the value is broadcast to its shape.
+        into: Any view of the storage.
+        places: Flat index in the storage for each element; the value is broadcast to the shape of this tensor.
         value: Source.
         via: Steps that the elements pass through.
         keeps: Whether the new values are computed from the old ones, which then aren't lost.

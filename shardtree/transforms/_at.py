@@ -47,13 +47,14 @@ def tree_at(tree: Any, where: Where, replace: Any) -> Any:
         where: Nodes to replace. A text is a pattern of keys, and a compiled regular expression is searched in keys, as
             in `select`; both choose leaves. A tuple is the path of one leaf or subtree. A function gets the tree with
             placeholders as leaves, and returns a node of it, or a list or tuple of nodes:
-            ``lambda tree: tree["model"].layers[0]``. A tree of booleans chooses leaves; it may be a prefix.
+            ``lambda tree: tree["model"].layers[0]``. A tree of booleans chooses leaves; one boolean may stand for a
+            whole subtree.
         replace: New value of any kind, or a function from the old value to the new one. If `where` returns several
             nodes, a list with a value for each of them, or a function.
 
     Raises:
         TreeError: No node is found, a chosen node is inside another one, or the number of values is wrong.
-        UnsupportedValue: Shards lie in values that aren't nodes.
+        UnsupportedValue: Shards lie in values that aren't nodes, such as instances of unregistered classes.
 
     Examples:
         >>> tree = {"model": {"w": 1, "b": [2, 3]}, "step": 4}
@@ -99,7 +100,7 @@ def data_at(tree: SameTree, where: Where, data: Any) -> SameTree:
 
     Raises:
         TreeError: No node is found, or none of the nodes contains a tensor.
-        UnsupportedValue: Shards lie in values that aren't nodes.
+        UnsupportedValue: Shards lie in values that aren't nodes, such as instances of unregistered classes.
         ShapeError: A shard's tensor would have another dtype or shape.
 
     Examples:
@@ -203,11 +204,11 @@ def _missing(doing: str, offenders: Sequence[str], found: Sequence[str], inside:
 
 
 class _Mark:
-    """A stand-in for a leaf: a node is found by identity, and equal leaves may be one object."""
+    """A unique stand-in for a leaf: nodes are found by identity, and equal leaves may be the same object."""
 
 
 def _marked_places(doing: str, tree: Any, where: Callable[[Any], Any]) -> tuple[list[TreePath], bool]:
-    """Return the paths of the nodes that a function returns from the tree with marks as leaves."""
+    """Call `where` on the tree with marks as leaves; return the paths of its nodes, and whether it gave several."""
     pairs, rebuild = flatten_with_paths(tree)
     marked = rebuild([_Mark() for _ in pairs])
     paths = {id(node): path for path, node in _nodes((), marked)}

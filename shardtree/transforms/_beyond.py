@@ -22,7 +22,7 @@ def beyond_tolerances(
 ) -> tuple[tuple[TreePath, ...], tuple[WorstElement, ...]]:
     """Return the paths of leaves that differ by more than tolerances, the worst first, and their worst elements.
 
-    Leaves that can't be compared element by element come first.
+    Leaves that can't be compared element by element come first among the paths, and have no worst element.
 
     Args:
         pairs: (path, left leaf, right leaf) of leaves that aren't equal bit for bit.

@@ -13,16 +13,16 @@ from ._at import is_tensor, on_tensor
 
 
 def map_with_path(f: Callable[..., Any], tree: Any, *rest: Any) -> Any:
-    """Return a tree of f's values, like `map_shards`, with the path of each leaf as f's first argument.
+    """Return a tree of the values that `f` returns: like `map_shards`, but `f` also gets the path of each leaf.
 
     Args:
         f: A function of a path and one leaf of each tree. Its value replaces the leaf.
-        tree: Any tree; shards and None are leaves. `path_key` of a path is the leaf's name.
+        tree: Any tree; shards and None are leaves. `path_key` makes a dotted name of a path.
         rest: Further trees with the structure of `tree`; where it has a leaf, they may have a subtree.
 
     Raises:
         TreeError: A tree of `rest` doesn't have the structure of `tree`.
-        UnsupportedValue: Shards lie in values that aren't nodes.
+        UnsupportedValue: Shards lie in values that aren't nodes, such as instances of unregistered classes.
         MetadataError: `f` isn't a function.
         Exception: An error of `f`, with the leaf's path in a note.
 
@@ -50,16 +50,17 @@ def map_by_pattern(functions: Mapping[str, Callable[..., Any]]) -> Callable[...,
     step counters, stay; in any other tree they get the plain tensors.
 
     Args:
-        functions: Functions by pattern of keys; the first pattern that matches a shard's key, or the leaf's path,
-            counts. A function also gets the tensors of further trees at that path. Tensors that no pattern matches
-            stay.
+        functions: Functions by pattern of keys. The first pattern that matches a shard's key, or the leaf's path,
+            chooses the function. It also gets the tensors of further trees at that path. Tensors that no pattern
+            matches stay.
 
     Raises:
         MetadataError: The argument isn't a mapping of functions.
 
     Returns:
-        A function of a tree, and of further ones with its structure. It raises a TreeError if a pattern is no tensor's
-        first match, and a ShapeError if a shard would get another dtype or shape.
+        A function of a tree, and of further ones with its structure. It raises a TreeError if a pattern matches no
+        tensor, or only tensors that earlier patterns match, and a ShapeError if a shard would get another dtype or
+        shape.
 
     Examples:
         >>> import torch

@@ -70,7 +70,7 @@ def _is_counted(leaf: Any, has_shards: bool, rank: int) -> bool:
 
 
 def widened(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor in a dtype in which elements can be added up: 64 bits of its kind.
+    """Return a tensor as float64, int64 or complex128, in which its elements can be added up.
 
     Examples:
         >>> widened(torch.ones(1, dtype=torch.bfloat16)).dtype, widened(torch.tensor([True])).dtype

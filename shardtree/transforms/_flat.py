@@ -1,4 +1,4 @@
-"""Flat trees: their tensors, replacement of entries by shards under other keys, and checks of shards."""
+"""Flat trees, dicts whose keys are called entries: their tensors, replacement of entries, and checks of shards."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ._places import Flat, renamed
 
 
 def flat_tensors(tree: Flat) -> dict[str, ShardedTensor]:
-    """Return the tensor shards of a flat tree by their entries.
+    """Return the sharded tensors of a flat tree, by entry; other leaves are left out.
 
     Examples:
         >>> import torch
@@ -26,7 +26,7 @@ def flat_tensors(tree: Flat) -> dict[str, ShardedTensor]:
 
 
 def replace_entries(doing: str, tree: Flat, new: Mapping[str, Sequence[ShardedTensor]]) -> dict[str, Any]:
-    """Return a new dict in which entries are replaced by shards; `renamed` gives the new names.
+    """Return a new dict in which shards replace some entries; a new name follows from the old one and the new key.
 
     Args:
         doing: Name of the operation in error messages.
@@ -48,7 +48,7 @@ def replace_entries(doing: str, tree: Flat, new: Mapping[str, Sequence[ShardedTe
 
 
 def replace_named(doing: str, tree: Flat, new: Mapping[str, Sequence[tuple[str, Any]]]) -> dict[str, Any]:
-    """Return a new dict in which entries are replaced by others, each with a name.
+    """Return a new dict in which named leaves replace some entries.
 
     Args:
         doing: Name of the operation in error messages.
@@ -95,7 +95,7 @@ def check_plain(doing: str, shard: ShardedTensor) -> None:
 
 
 def check_same(doing: str, shards: Sequence[ShardedTensor], fields: Sequence[str]) -> None:
-    """Raise an error unless shards agree in these fields, and either all or none have data.
+    """Raise an error unless shards agree in the given fields, and either all or none have data.
 
     Raises:
         TreeError: Some shards differ from the first; the error names each.
@@ -170,7 +170,7 @@ def whole_axis(doing: str, shard: ShardedTensor, axis: int) -> int:
 
 
 def resized(shard: ShardedTensor, key: str, axis: int, size: int, data: Any) -> ShardedTensor:
-    """Return a shard with another length along an axis along which it is whole, and with other data.
+    """Return a shard with another key, length along one axis, and data; it must be whole along this axis.
 
     Examples:
         >>> import torch

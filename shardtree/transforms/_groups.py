@@ -21,7 +21,7 @@ def map_names(change: Callable[[str, list[str]], list[str]], value: Any, path: S
     Args:
         change: Function of a list's path, joined by dots, and its names.
         value: Any value or tree.
-        path: Path of the value; for an object, the parts of its key.
+        path: Path of the value; in a sharded object, the object's key, split at the dots.
 
     Examples:
         >>> groups = [{"lr": 1, "params": ["a", "b"]}]
@@ -50,11 +50,11 @@ def _are_names(path: Sequence[Any], value: Any, children: Mapping[Any, Any]) -> 
 
 @dataclass(frozen=True, slots=True)
 class NamedParameters:
-    """Resolution of names in groups: a parameter's key, or a suffix of it, such as ``h.0.w`` for ``model.h.0.w``.
+    """Renaming of parameters in groups, which list keys or suffixes of them, such as ``h.0.w`` for ``model.h.0.w``.
 
     Attributes:
         changed: Parameters that a transform renames or removes, by key.
-        ends: Keys of all parameters, by each suffix that consists of whole parts.
+        ends: Parameters' keys by each of their suffixes, from `key_ends`.
         rename: The transform, which gets a flat tree of some of the parameters and other values.
     """
 
@@ -88,7 +88,7 @@ class NamedParameters:
 
 
 def key_ends(keys: Iterable[str]) -> dict[str, list[str]]:
-    """Return keys by each suffix that consists of whole parts.
+    """Return a mapping from each suffix of the keys, cut at dots, to the keys that end with it.
 
     Examples:
         >>> key_ends(["a.w", "w"])
@@ -109,7 +109,7 @@ def _without(root: str, key: str) -> str:
 
 
 def renamed_in_groups(known: NamedParameters, value: Any) -> tuple[Any, list[str]]:
-    """Return a value with new names in its groups, and the problems in its lists of names."""
+    """Return a value with the parameters' new names in its groups, and a text for each list that cannot be renamed."""
     wrong: list[str] = []
 
     def change(path: str, names: list[str]) -> list[str]:

@@ -20,7 +20,9 @@ from ..errors import IntegrityError, KeyMismatch, TreeError, UnsupportedValue, e
 
 
 def replicate_objects(array: ObjectArray, shape: Shape) -> Sequence[Any]:
-    """Return the value that all source cells share, once for each target cell: a rule.
+    """Return the value that all source cells share, once for each target cell.
+
+    This function is a rule for `LoadOptions.object_rules`.
 
     Args:
         array: All values of the source.
@@ -77,6 +79,8 @@ def replicate_cell(cell: tuple[int, ...]) -> ObjectRule:
 def drop_objects(array: ObjectArray, shape: Shape) -> Sequence[Any]:
     """Return a hole for every cell, so that the target keeps its own objects.
 
+    This function is a rule for `LoadOptions.object_rules`.
+
     Args:
         array: Ignored.
         shape: Shape of the target, in objects.
@@ -122,7 +126,9 @@ def fold_objects(function: Callable[[Any, Any], Any]) -> ObjectRule:
 
 
 def concatenate_objects(array: ObjectArray, shape: Shape) -> Sequence[Any]:
-    """Return all values joined along their first axis, in row-major order, for every cell: a rule.
+    """Return all values joined along their first axis, in row-major order, once for each target cell.
+
+    This function is a rule for `LoadOptions.object_rules`.
 
     Args:
         array: Source values: lists, tuples, texts, bytes, tensors or numpy arrays, all of one kind. Dicts aren't
@@ -140,9 +146,10 @@ def concatenate_objects(array: ObjectArray, shape: Shape) -> Sequence[Any]:
 
 
 def redistribute_objects(array: ObjectArray, shape: Shape) -> Sequence[Any]:
-    """Return all values joined along their first axis and redistributed in order: a rule.
+    """Return all values joined along their first axis, and cut in order into one part for each target cell.
 
-    Sizes are as even as possible: if they can't be equal, the first cells get one more.
+    Sizes are as even as possible: if they can't be equal, the first cells get one more. This function is a rule for
+    `LoadOptions.object_rules`.
 
     Args:
         array: Source values, of the types that `concatenate_objects` takes.
@@ -185,7 +192,7 @@ def _concatenate(doing: str, array: ObjectArray) -> Any:
 
 
 def _kind(value: Any) -> str:
-    """Return a text of a value's kind, which all concatenated values must share."""
+    """Return a value's type, and a tensor's dtype, device and row shape, as text; joined values must agree in it."""
     name = type(value).__name__
     if not isinstance(value, (torch.Tensor, np.ndarray)):
         return name
@@ -269,13 +276,13 @@ def _check_fields(array: ObjectArray, rules: Mapping[Hashable, ObjectRule]) -> N
 
 
 def _column(array: ObjectArray, field: Hashable, rule: ObjectRule, shape: Shape) -> Sequence[Any]:
-    """Return the values of one field, one for each cell of the target."""
+    """Apply a rule to one field of all dicts, and return the field's value for each target cell."""
     own = replace(array, key=f"{array.key}[{field!r}]", values=tuple(value[field] for value in array.values))
     return apply_rule(own, rule, shape)
 
 
 def _dict_like(first: dict[Hashable, Any], values: Sequence[Any]) -> dict[Hashable, Any]:
-    """Return a dict of the same kind, with other values."""
+    """Return a dict with the type and fields of `first` and other values; fields with `HOLE` are left out."""
     # The dict is copied, so that subclasses keep their attributes, such as a defaultdict's factory.
     new = copy(first)
     new.clear()

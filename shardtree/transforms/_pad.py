@@ -23,7 +23,7 @@ from ._states import map_tensors
 def unpad_tensors(tree: Any, keys: Sequence[str], length: int, *, axis: int = 0) -> Any:
     """Return the tree with tensors cut off at a length along an axis, as views.
 
-    Moments of an optimizer are cut off too, and what is cut off isn't read. Undoes `pad_tensors`.
+    Moments of an optimizer are cut off too. The removed elements of lazy tensors are never read. Undoes `pad_tensors`.
 
     Args:
         tree: Any tree; a plain tensor's key is its path.
@@ -67,8 +67,8 @@ def pad_tensors(
 ) -> Any:
     """Return the tree with tensors made longer along an axis, at the end; undone by `unpad_tensors`.
 
-    Tensors in memory are copied; lazy ones aren't read. Moments of an optimizer, found as by
-    `keep_layers`, are padded with zeros. Master weights and averages hold the tensor's values: they get `fill` too.
+    Tensors in memory are copied; lazy ones aren't read. Moments of an optimizer, found as in `keep_layers`,
+    are padded with zeros. Master weights and averages hold the tensor's values: they get `fill` too.
 
     Args:
         tree: Any tree; a plain tensor's key is its path.

@@ -1,4 +1,4 @@
-"""A map over the states of an optimizer that belong to parameters, each with its parameter."""
+"""A map over the states of an optimizer, which passes each state together with its parameter."""
 
 from __future__ import annotations
 
@@ -20,15 +20,14 @@ _IN_OPTIMIZER = "optimizer.state."
 def map_params(f: Callable[[Any, Any], Any], optimizer_state: Any, params: Any) -> Any:
     """Return an optimizer's state with `f` applied to each state of a parameter, such as a moment; other values stay.
 
-    A state belongs to the parameter whose key its own key contains, whole or without first parts:
-    ``opt.0.mu.layers.2.w`` belongs to ``layers.2.w`` or ``model.layers.2.w``, as in `keep_layers`. The key of a plain
-    value is its path.
+    A state's key contains the key of its parameter, or all but the first parts of it, as in `keep_layers`:
+    ``opt.0.mu.layers.2.w`` belongs to ``layers.2.w`` or ``model.layers.2.w``. The key of a plain value is its path.
 
     Args:
         f: Function of a state and its parameter, which are leaves as in `map_shards`. A number of one parameter, such
             as its step count, is a state too.
-        optimizer_state: Any tree whose states have the parameters' names, such as optax's. States under numbers get
-            names from ``LoadOptions(parameter_names=[...])``.
+        optimizer_state: Any tree whose states have the parameters' names, such as optax's. States that are stored
+            under the parameters' numbers get names from ``LoadOptions(parameter_names=[...])``.
         params: The tree with all parameters of the optimizer.
 
     Raises:
@@ -67,7 +66,8 @@ def _owners(leaves: list[tuple[TreePath, Any]], parameters: Mapping[str, Any]) -
         key = keys[path]
         name, owners = key.removeprefix(_IN_OPTIMIZER), unclear.get(key, ())
         if owners or (key not in states and (by_number(name) or (is_tensor(leaf) and _axes(leaf)))):
-            lines.append(f"{name!r}: of " + (" or ".join(map(repr, owners)) or "no parameter"))
+            owner = f"may belong to {' or '.join(map(repr, owners))}" if owners else "belongs to no parameter"
+            lines.append(f"{name!r}: {owner}")
     if lines:
         fix = "Remove them with `partition`, or name them after their parameters."
         heading = "map_params: states that can't be related to a parameter"

@@ -17,7 +17,7 @@ from ._tree_places import Place, Places, kept_place, moved_place, named_paths, p
 _TENSORS: Final = (ShardedBase, torch.Tensor, LazyTensor)
 
 Flat = Mapping[str, Any]
-"""A dict of shards; other values in it stay unchanged. The shards' own keys count, not those of the dict."""
+"""A dict of shards; other values in it stay unchanged. Its keys are called entries; the shards' own keys count."""
 
 
 class PlacedName(str):
@@ -43,13 +43,13 @@ class PlacedName(str):
         return entry
 
     def of_kind(self, other: PlacedName) -> PlacedName:
-        """Return the same name and path, marked as plain if the other entry's leaf is plain."""
+        """Return this entry with another one's `is_plain`."""
         how = {"is_moved": self.is_moved, "says_place": self.says_place}
         return PlacedName(self, self.place, is_plain=other.is_plain, **how)
 
 
 def entry_of(name: str) -> PlacedName:
-    """Return a name as an entry; in a dict that is flat already, the path is the name.
+    """Return an entry as a `PlacedName`; an ordinary string, as in a dict that a user passed, is its own path.
 
     Examples:
         >>> entry_of("h.0.w").place
@@ -59,7 +59,7 @@ def entry_of(name: str) -> PlacedName:
 
 
 def name_of(entry: str, leaf: ShardedBase) -> str:
-    """Return a leaf's part of its entry, after any prefix: its key; for a sharded object also its cell of the grid.
+    """Return the text with which a leaf's entry usually ends: its key; for a sharded object, its `unique_key`.
 
     Examples:
         >>> name_of("rng", ShardedObject("rng", 3, (1,), (0,)))
@@ -69,7 +69,7 @@ def name_of(entry: str, leaf: ShardedBase) -> str:
 
 
 def renamed(entry: str, leaf: ShardedBase, new: ShardedBase) -> PlacedName:
-    """Return the entry of a leaf that is made from another one; what precedes the old key in its entry stays.
+    """Return the entry of a leaf that replaces another one: the key's change is made at the end of the old entry.
 
     Args:
         entry: Entry of the old leaf.
@@ -92,7 +92,7 @@ def renamed(entry: str, leaf: ShardedBase, new: ShardedBase) -> PlacedName:
 
 
 def _fronts(key: str, entry: str) -> tuple[str, str | None]:
-    """Return the prefixes of a key and an entry before their common end; None for the entry if they share none."""
+    """Return the parts of a key and of an entry before their common end; None for the entry without a common end."""
     if entry.endswith(key):
         return "", entry.removesuffix(key)
     keys, names = key.split("."), entry.split(".")
@@ -104,7 +104,7 @@ def _fronts(key: str, entry: str) -> tuple[str, str | None]:
 
 
 def on_tree(doing: str, tree: Any, change: Callable[[Flat], Flat]) -> Any:
-    """Return a tree after a change of its flat form, with containers like its own.
+    """Flatten a tree, transform the flat form, and return the result in containers like the tree's own.
 
     In the flat form, a plain tensor is a whole shard and any other plain value a sharded object; their keys are their
     paths. In a tree with shards, plain tensors are sharded objects too, so that no change affects their elements.
@@ -139,8 +139,8 @@ def on_tree(doing: str, tree: Any, change: Callable[[Flat], Flat]) -> Any:
 def _named(doing: str, old: Places) -> dict[str, TreePath]:
     """Return the paths of a transform's leaves, by name; some containers of plain values count as one leaf.
 
-    In a flat tree, every such container is one leaf; elsewhere, only one with a value whose name occurs twice in the
-    tree.
+    In a flat tree, every container without tensors is one leaf. In any other tree, it is one leaf only if two values
+    would have the same name otherwise.
     """
     tensors = [path for path, leaf in old.leaves.items() if isinstance(leaf, _TENSORS)]
     above = {path[:depth] for path in tensors for depth in range(len(path) + 1)}
@@ -161,12 +161,12 @@ def _name(path: TreePath) -> str:
 
 
 def _outermost(path: TreePath, above: Collection[TreePath]) -> TreePath:
-    """Return the path of the outermost container around a leaf that contains no tensor, or the leaf's own."""
+    """Return the path of the outermost container without tensors around a leaf; the leaf's own if there is none."""
     return next((path[:depth] for depth in range(1, len(path)) if path[:depth] not in above), path)
 
 
 def _boxed(key: str, leaf: Any, has_shards: bool) -> ShardedBase | None:
-    """Return a plain value boxed under a key; None if the text can't be a key."""
+    """Return a plain value as a shard or sharded object with the given key; None if the text can't be a key."""
     try:
         key.encode()
     except UnicodeEncodeError:

@@ -99,7 +99,7 @@ def rebox(tree: Tree, data: Tree) -> Tree:
 
 
 def _rebox(tree: Tree, data: Tree, path: TreePath, places: list[str], shapes: list[str]) -> Tree:
-    """Return the data at one path, boxed; add misfits to the two lists, so that one error names all."""
+    """Return the data at one path, boxed; add misfits to `places` or `shapes`, so that one error names all."""
     if isinstance(tree, _BOXES):
         return _rebox_leaf(tree, data, path, places, shapes)
     children, values = entries(tree), entries(data)
@@ -148,11 +148,11 @@ def _text(dtype: torch.dtype, shape: tuple[int, ...] | torch.Size) -> str:
 
 
 def flat(tree: Tree, *, separator: str = ".") -> dict[str, Any]:
-    """Return the leaves of a tree as one dict, whose names are the paths' entries, joined by dots.
+    """Return the leaves of a tree as one dict. Each name is the leaf's path, with its entries joined by dots.
 
     Lists, tuples and registered classes that contain tensors or shards are flattened too, by index and field; others
-    stay values, and so do empty containers. `nested` is the inverse if all containers are dicts whose keys are texts
-    without dots; otherwise it returns such dicts.
+    stay values, and so do empty containers. `nested` restores the tree if all containers are dicts whose keys are
+    texts without dots; otherwise its result has such dicts instead.
 
     Args:
         tree: Any tree; the keys of its dicts are texts or integers.

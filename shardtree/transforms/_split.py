@@ -61,7 +61,7 @@ def split_tensor(
     """Return the tree with a tensor cut along an axis into several; undone by `merge_tensors`.
 
     The new tensors are views; with several groups, tensors in memory are copied. Lazy tensors aren't read. Moments of
-    an optimizer are cut too, as by `keep_layers`, and each part gets a copy of values such as the number of steps.
+    an optimizer are cut too, as in `keep_layers`, and each part gets a copy of values such as the number of steps.
 
     Args:
         tree: Any tree; a plain tensor's key is its path.
@@ -69,7 +69,7 @@ def split_tensor(
         names: Patterns of the new keys, in order, with as many ``*`` as `key`.
         sizes: Length of each new tensor along the axis; equal by default.
         axis: Axis of the tensor; other axes may be sharded.
-        groups: Number of equal groups along the axis, each with its part of every new tensor. Megatron-Core's QKV has
+        groups: Number of equal groups along the axis, each with a part of every new tensor. Megatron-Core's QKV has
             one for each query group: ``[q q k v, q q k v, ...]``.
 
     Raises:
@@ -148,7 +148,7 @@ _ALIKE = ("dtype", "replica_id", "allow_shape_mismatch", "prepend_axis_num")
 def merge_tensors(tree: Any, names: Sequence[str], key: str, *, axis: int = 0, groups: int = 1) -> Any:
     """Return the tree with several tensors joined along an axis into one; undone by `split_tensor`.
 
-    Tensors in memory are copied; lazy ones aren't read. Moments of an optimizer are joined too, as by `keep_layers`;
+    Tensors in memory are copied; lazy ones aren't read. Moments of an optimizer are joined too, as in `keep_layers`;
     a state with a single value for each tensor, such as a number of steps, can't be joined and raises a TreeError.
 
     Args:
@@ -195,7 +195,7 @@ def merge_tensors(tree: Any, names: Sequence[str], key: str, *, axis: int = 0, g
 
 
 def _members(tree: Flat, names: Sequence[str]) -> dict[tuple[str, ...], dict[str, tuple[str, ShardedTensor]]]:
-    """Return the entries and tensors to join, by the matches of the stars and by name."""
+    """Return the entries and tensors to join: for each match of the stars, a dict with the names as keys."""
     matches: dict[tuple[str, ...], dict[str, tuple[str, ShardedTensor]]] = {}
     for entry, shard in flat_tensors(tree).items():
         for name in names:
@@ -238,7 +238,7 @@ def _merge(key: str, shards: Sequence[ShardedTensor], axis: int, groups: int) ->
 
 
 def _pieces(datas: Sequence[Any], at: int, groups: int) -> list[Any]:
-    """Return the pieces to concatenate, in order: every tensor's part of each group."""
+    """Return the slices to concatenate, in order: the first group of every tensor, then the second group, and so on."""
     if groups == 1:
         return list(datas)
     lengths = [data.shape[at] // groups for data in datas]

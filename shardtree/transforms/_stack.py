@@ -45,7 +45,7 @@ def stack_layers(tree: Any, prefix: str) -> Any:
     """Return the tree with the tensors ``<prefix>.<number>.<name>`` stacked into one ``<prefix>.<name>`` for each name.
 
     The layer number becomes the first axis. Tensors in memory are copied; lazy ones aren't read. Moments and numbers of
-    an optimizer are stacked too, as by `keep_layers`. `unstack_layers` undoes it, except that layers of a list or
+    an optimizer are stacked too, as in `keep_layers`. `unstack_layers` undoes it, except that layers of a list or
     tuple, or with integers as keys, come back as a dict with the keys "0", "1".
 
     Args:
@@ -80,7 +80,7 @@ def stack_layers(tree: Any, prefix: str) -> Any:
 
 
 def _stacks(tree: Flat, form: KeyForm) -> dict[str, list[ShardedTensor]]:
-    """Return the stacked tensor for the first entry of each group of layers, and nothing for the other entries."""
+    """Return the tensors that replace each entry: the stacked one for the first of the layers, none for the others."""
     groups: dict[str, _Group] = defaultdict(dict)
     for entry, shard in flat_tensors(tree).items():
         if (match := form.match(shard.key)) is not None:
@@ -254,7 +254,7 @@ def keep_layers(tree: Any, prefix: str, layers: Sequence[int], *, absent: Iterab
 def _layers_in(
     flat: Flat, form: KeyForm, prefix: str, layers: Sequence[int], absent: Collection[int]
 ) -> dict[str, tuple[str, ...]]:
-    """Return the matches of a tree's entries that belong to layers, after checking that the wanted layers exist."""
+    """Return each layer's entries with the texts that the key's pattern matched; raise if a wanted layer is missing."""
     doing, shards = "keep_layers", {entry: leaf for entry, leaf in flat.items() if isinstance(leaf, ShardedBase)}
     matches = {entry: match for entry, leaf in shards.items() if (match := form.match(leaf.key)) is not None}
     # A plain value in a flat dict belongs to a layer if a tensor of that layer is present.
@@ -276,7 +276,7 @@ def _is_one(text: str, numbers: Collection[int]) -> bool:
 
 
 def _renumbered(tree: Flat, form: KeyForm, layers: Sequence[int]) -> dict[str, list[tuple[str, Any]]]:
-    """Return each entry of a layer under each of its new numbers; there may be none."""
+    """Return the names and leaves that replace each entry of a layer: one for each new number, possibly none."""
     new: dict[str, list[tuple[str, Any]]] = {}
     places = defaultdict[int, list[int]](list)
     for place, layer in enumerate(layers):
@@ -306,7 +306,7 @@ SameTree = TypeVar("SameTree")
 def partial_rename(tree: SameTree, names: Mapping[str, str]) -> SameTree:
     """Return the tree with shard keys renamed by patterns; other keys stay, and so does the tree's structure.
 
-    States and groups of renamed parameters are renamed too, as by `keep_layers`, unless a pattern matches a state's own
+    States and groups of renamed parameters are renamed too, as in `keep_layers`, unless a pattern matches a state's own
     key.
 
     Args:

@@ -76,7 +76,8 @@ def state_keys(keys: Collection[str], others: Collection[str] = ()) -> tuple[dic
         others: Keys of values that may be states, but aren't parameters.
 
     Returns:
-        The state of each key, and the possible parameters of each key that can't be related, perhaps none.
+        The states by key. And the possible parameters of each other key that looks like a state's: several, or an empty
+        tuple.
 
     Examples:
         >>> states, unclear = state_keys(["model.h.2.w", "model.norm.w", "opt.0.mu.h.2.w", "opt.state.norm.w.exp_avg"])
@@ -104,7 +105,7 @@ def state_keys(keys: Collection[str], others: Collection[str] = ()) -> tuple[dic
 
 
 def _state_key(key: str, parts: Parts, ends: Mapping[Parts, list[str]]) -> StateKey | Parts:
-    """Return the state of a key, or the keys of its possible parameters if there are several or none."""
+    """Return the `StateKey` of a key; without exactly one possible parameter, the keys of all possible ones."""
     start, stop = _parameter_in(key, parts, ends)
     before, run, after = parts[:start], parts[start:stop], parts[stop:]
     name, around = ".".join(run), (*before, *after)
@@ -140,7 +141,11 @@ def _is_under_states(parts: Parts) -> bool:
 
 
 def _parameter_in(key: str, parts: Parts, ends: Mapping[Parts, list[str]]) -> tuple[int, int]:
-    """Return start and stop of the longest run of parts that ends another key; (0, 0) if no state's name is beside."""
+    """Return start and stop of the parameter's parts in a state's key; (0, 0) if there are none.
+
+    They are the longest run of parts with which another key ends. The parts before it must name a state or an
+    optimizer, or the last part after it must name a state.
+    """
     for length in range(len(parts) - 1, 0, -1):
         for start in range(len(parts) - length + 1):
             if any(other != key for other in ends.get(parts[start : start + length], ())):

@@ -51,9 +51,10 @@ class StateChange:
 
     Attributes:
         change: The transform, which gets a flat tree in which states have their parameters' keys.
-        fits: Predicate of a state and its parameter: whether the state is changed.
-        others: Fate of numbers and objects that don't fit: they stay, are copied to each new parameter, or are refused.
-        is_lost: Predicate of a state's key that no parameter explains: whether it is refused.
+        fits: Predicate of a state and its parameter: whether the transform applies to the state.
+        others: Treatment of numbers and objects that don't fit: they stay, are copied to each new parameter, or raise
+            an error.
+        is_lost: Predicate of the key of a state without a parameter in the tree: whether the state raises an error.
         change_copies: The transform of states that hold the parameter's own values; None to use `change`.
         renames: Whether parameters get other keys, which an optimizer's groups must then list.
     """
@@ -122,11 +123,11 @@ def carry_states(doing: str, tree: Flat, new: Flat, own: Collection[str], change
 
 
 def _unrelated(leaf: ShardedBase, owners: Sequence[str] | None, parameters: Flat, change: StateChange) -> str | None:
-    """Return the problem of a state that may belong to a changed parameter; None if it surely doesn't."""
+    """Return the problem, as text, with a state that may belong to a changed parameter; None if there is none."""
     if owners and not parameters.keys().isdisjoint(owners):
-        return f"{leaf.key!r}: of {' or '.join(map(repr, owners))}"
+        return f"{leaf.key!r}: may belong to {' or '.join(map(repr, owners))}"
     is_lost = owners == () and change.is_lost(leaf.key) and _has_axes(leaf)
-    return f"{leaf.key!r}: of no parameter in the tree" if is_lost else None
+    return f"{leaf.key!r}: belongs to no parameter in the tree" if is_lost else None
 
 
 _Replaced = dict[str, Sequence[tuple[str, Any]]]
@@ -152,7 +153,7 @@ def map_tensors(
     change: Callable[[ShardedTensor], ShardedTensor],
     in_states: Callable[[ShardedTensor], ShardedTensor] | None = None,
 ) -> Any:
-    """Return the tree with a change of the tensors whose keys match patterns, and of their moments; keys stay.
+    """Return the tree with a function applied to tensors whose keys match patterns, and to their moments; keys stay.
 
     Args:
         doing: Name of the transform in error messages.
@@ -210,7 +211,7 @@ def renamed_states(doing: str, keys: Collection[str], names: Mapping[str, str]) 
     """
     states, unclear = state_keys(keys)
     wrong = [
-        f"{key!r}: of {' or '.join(map(repr, owners))}"
+        f"{key!r}: may belong to {' or '.join(map(repr, owners))}"
         for key, owners in unclear.items()
         if key not in names and not names.keys().isdisjoint(owners)
     ]
@@ -245,7 +246,7 @@ def _is_number(leaf: Any) -> bool:
 
 
 def _misfits(group: _Group, parameters: Mapping[str, ShardedBase], change: StateChange) -> list[str]:
-    """Return the states that can neither be changed nor stay as they are."""
+    """Return a text for each state that can neither be changed nor stay as it is."""
     others = [(leaf, state) for leaf, state in group.values() if not change.fits(leaf, parameters[state.parameter])]
     return [
         f"{leaf.key!r} of {state.parameter!r}: " + ("a value per parameter" if _is_number(leaf) else "another shape")
@@ -255,7 +256,10 @@ def _misfits(group: _Group, parameters: Mapping[str, ShardedBase], change: State
 
 
 def _namer(group: _Group) -> Callable[[str, Any, str], tuple[str, Any]]:
-    """Return the function that gives a new state of one kind its name and key, from the old entry and the parameter."""
+    """Return a function that names a new state of one kind, such as `exp_avg`: it returns the state's entry and leaf.
+
+    The function takes the old entry, the new leaf, and the key of the new parameter.
+    """
     names = {name_of(entry, leaf): entry_of(entry) for entry, (leaf, _) in group.items()}
     origins = {entry_of(entry).place: entry for entry in group}
     first, kind = next(iter(group.values()))
@@ -263,7 +267,7 @@ def _namer(group: _Group) -> Callable[[str, Any, str], tuple[str, Any]]:
     def named(entry: str, leaf: Any, parameter: str) -> tuple[str, Any]:
         key = kind.of(parameter)
         if key is None:
-            found, expected = f"a parameter {parameter!r}", f"one under {kind.root!r}"
+            found, expected = f"its parameter's new key {parameter!r}", f"a key that begins with {kind.root!r}"
             heading = f"the state {first.key!r} can't follow its parameter"
             raise TreeError(error_text(heading, found=found, expected=expected))
         new, origin = replace(leaf, key=key), origins[entry_of(entry).place]
@@ -275,7 +279,7 @@ def _namer(group: _Group) -> Callable[[str, Any, str], tuple[str, Any]]:
 
 
 def _changed(group: _Group, parameters: Mapping[str, ShardedBase], change: StateChange) -> Iterator[tuple[str, Any]]:
-    """Yield the names and leaves that replace the states of one kind."""
+    """Yield the names and leaves that replace all states of one kind, such as `exp_avg`."""
     named = _namer(group)
     leaf, kind = next(iter(group.values()))
     fitting = {entry: leaf for entry, (leaf, state) in group.items() if change.fits(leaf, parameters[state.parameter])}

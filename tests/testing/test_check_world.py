@@ -237,10 +237,10 @@ FAULTS = {
     EveryoneIsMe: r"A failure on one rank is an error on every rank.*: rank 0 hears .*rank 2: ValueError: planted on",
     ByReference: r"Values of other ranks are copies.*: another rank changed what rank 0 passed to .*send",
     TensorsByReference: r"Values of other ranks are copies.*: another rank changed a tensor of rank",
-    Hasty: r"`barrier` waits until every rank is there: rank . leaves 0\.\d+ seconds before rank . comes",
-    LeavesTheLast: r"`barrier` waits until every rank is there: rank 2 leaves 0\.\d+ seconds before",
-    LosesErrors: r"A value that can't be sent is an error of its.*: all_gather and all_to_all of a lock raise",
-    SendsHalf: r"A value that can't be sent is an error of its rank.*: the call after it returns .*half",
+    Hasty: r"`barrier` returns only after every rank has called it: rank . leaves 0\.\d+ seconds before rank . comes",
+    LeavesTheLast: r"`barrier` returns only after every rank has called it: rank 2 leaves 0\.\d+ seconds before",
+    LosesErrors: r"A rank that passes a value that cannot be sent.*: all_gather and all_to_all of a lock raise",
+    SendsHalf: r"A rank that passes a value that cannot be sent gets an error.*: the call after it returns .*half",
     FromZero: r"`broadcast` returns the root's value, whatever other ranks pass: .*9",
     PacksAll: r"`broadcast` returns the root's value, whatever other ranks pass: WorldError: rank 1 sends nothing",
     Transposed: r"`all_to_all` gives each rank the value that every other rank has for it: .* in round 0",
@@ -300,9 +300,7 @@ def test_a_launcher_that_loses_errors_is_told() -> None:
         except Exception:
             return
 
-    with pytest.raises(
-        AssertionError, match="An error of a rank is raised by the function that runs the ranks: nothing is"
-    ):
+    with pytest.raises(AssertionError, match="The function that runs the ranks raises their errors: nothing is raised"):
         check_world(run)
 
 

@@ -174,9 +174,12 @@ def test_a_form_is_recorded(function: tuple[str, Callable[[Tensors], Tensors]]) 
         ("torch leaves open which of them stays", set_to(torch.tensor([1, 1]), lambda given: given["w"][:2])),
         ("which of them stays", written(lambda one, given: one.scatter_(1, torch.tensor([[2, 2]]), given["w"]))),
         ("depends on torch's order", written(lambda one, given: one.index_add_(0, ROWS.long(), given["w"]))),
-        ("scatter_ with reduce", written(lambda one, given: one.scatter_(0, ROWS.long()[None, :3], 2.0, reduce="add"))),
         (
-            "index_add_ with alpha",
+            "no other reduction",
+            written(lambda one, given: one.scatter_(0, ROWS.long()[None, :3], 2.0, reduce="add")),
+        ),
+        (
+            "alpha.*: only additions with alpha=1 are recorded",
             written(lambda one, given: one.index_add_(0, ROWS.long()[:1], given["w"][:1], alpha=2)),
         ),
         ("an index needs elements of", written(lambda one, given: one.masked_fill(one > 3, 0))),

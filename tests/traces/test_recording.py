@@ -62,7 +62,6 @@ def in_threads(*functions: Callable[[], Any]) -> None:
         "untyped_storage": lambda w: w.untyped_storage(),
         "set_": lambda w: w.set_(torch.zeros(2)),
         "pickling": lambda w: pickle.dumps(w),
-        "as_subclass": lambda w: w.as_subclass(nn.Parameter),
         "an index": lambda w: torch.arange(9)[w[0].long()],
     }.items(),
 )
@@ -79,6 +78,25 @@ def test_what_needs_elements_is_refused_by_name(name: str, ask: Callable[[Any], 
     text = str(caught.value)
     assert "'w'" in text
     assert "test_recording.py" in text, "the caller's line"
+
+
+@pytest.mark.parametrize(
+    ("reason", "ask"),
+    [
+        (
+            r"as_subclass\(Parameter\) can't be recorded for 'w': traces record plain",
+            lambda w: w.as_subclass(nn.Parameter),
+        ),
+        ("setting .data to an ordinary tensor can't be recorded for 'w'", lambda w: setattr(w, "data", torch.zeros(3))),
+    ],
+)
+def test_another_refusal_has_its_own_reason(reason: str, ask: Callable[[Any], Any]) -> None:
+    def load(tensors: Tensors) -> Tensors:
+        ask(tensors["w"])
+        return {}
+
+    with pytest.raises(TraceError, match=reason):
+        st.trace(load, GIVEN)
 
 
 def test_the_error_names_the_operation_the_tensor_and_the_line() -> None:
@@ -300,7 +318,7 @@ def test_copying_into_a_wrapped_tensor_is_refused() -> None:
         wrapped.copy_(tensors["w"])
         return {}
 
-    with pytest.raises(TraceError, match="copy_ into a Wrapped needs elements of 'w'"):
+    with pytest.raises(TraceError, match="copy_ into a Wrapped can't be recorded for 'w': traces record plain tensors"):
         st.trace(load, GIVEN)
     found = st.trace(lambda tensors: {"w": wrapped.local.copy_(tensors["w"])}, GIVEN)
     assert torch.equal(found(GIVEN)["w"], GIVEN["w"])
@@ -338,7 +356,7 @@ def test_outputs_of_one_memory_are_tied() -> None:
 
 
 def test_a_view_of_another_item_size_is_refused() -> None:
-    with pytest.raises(TraceError, match="view as a dtype of another size needs elements of 'w'"):
+    with pytest.raises(TraceError, match="view as a dtype of another size can't be recorded for 'w': the new elements"):
         st.trace(lambda tensors: {"w": tensors["w"].view(torch.uint8)}, GIVEN)
     with pytest.raises(TraceError, match="of another size"):
         st.trace(lambda tensors: {"w": tensors["w"].to(torch.complex64).real}, GIVEN)

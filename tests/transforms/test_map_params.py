@@ -82,10 +82,10 @@ def test_params_may_be_plain() -> None:
 @pytest.mark.parametrize(
     ("state", "line"),
     [
-        ({"state": {0: {"exp_avg": torch.ones(2)}}}, r"'state.0.exp_avg': of no parameter"),
-        ({"state": {0: {"step": 3}}}, r"'state.0.step': of no parameter"),
-        ({"mu": {"w": torch.ones(2)}}, r"'mu.w': of 'a.w' or 'b.w'"),
-        ({"mu": {"a": {"v": torch.ones(2)}}}, r"'mu.a.v': of no parameter"),
+        ({"state": {0: {"exp_avg": torch.ones(2)}}}, r"'state.0.exp_avg': belongs to no parameter"),
+        ({"state": {0: {"step": 3}}}, r"'state.0.step': belongs to no parameter"),
+        ({"mu": {"w": torch.ones(2)}}, r"'mu.w': may belong to 'a.w' or 'b.w'"),
+        ({"mu": {"a": {"v": torch.ones(2)}}}, r"'mu.a.v': belongs to no parameter"),
     ],
 )
 def test_a_state_that_is_nobodys_is_told(state: Any, line: str) -> None:

@@ -142,17 +142,17 @@ UNRELATED: dict[str, tuple[dict[str, Any], Transform, str]] = {
     "of two parameters": (
         {"model.h.1.w": W, "decoder.h.1.w": W, "opt.mu.h.1.w": W},
         KEEP,
-        r"'opt\.mu\.h\.1\.w': of 'decoder\.h\.1\.w' or 'model\.h\.1\.w'",
+        r"'opt\.mu\.h\.1\.w': may belong to 'decoder\.h\.1\.w' or 'model\.h\.1\.w'",
     ),
     "of a parameter that isn't there": (
         {"model.h.1.w": W, "opt.mu.h.1.v": W},
         KEEP,
-        r"'opt\.mu\.h\.1\.v': of no parameter",
+        r"'opt\.mu\.h\.1\.v': belongs to no parameter",
     ),
     "by number": (
         {"model.h.1.w": W, "optimizer.state.0.exp_avg": W},
         KEEP,
-        r"'optimizer\.state\.0\.exp_avg': of no parameter(.|\n)*parameter_names",
+        r"'optimizer\.state\.0\.exp_avg': belongs to no parameter(.|\n)*parameter_names",
     ),
     "of another shape": (
         {"model.w": W, "opt.v_row.w": torch.ones(2)},

@@ -1,7 +1,7 @@
-"""Nodes of tensors, NumPy arrays and scalars, bytes and buffers.
+"""Encoding of tensors, NumPy arrays and scalars, bytes and buffers as JSON nodes with entries of bytes, and back.
 
 A value whose dtype safetensors supports becomes an entry of that dtype and shape, which other readers understand too.
-Other values become plain bytes, with dtype and shape in the node.
+Other values become entries of plain bytes, with dtype and shape in the node.
 """
 
 from __future__ import annotations

@@ -205,13 +205,13 @@ def byte_buffer(tensor: torch.Tensor) -> memoryview:
     r"""Return a tensor's bytes as a writable buffer that shares its memory; three times as fast as `bit_view`.
 
     Args:
-        tensor: Tensor as for `bit_view`.
+        tensor: Contiguous tensor on the CPU, as for `bit_view`.
 
     Returns:
         The bytes in row-major order, one per item.
 
     Raises:
-        MetadataError, UnsupportedValue: Errors of `bit_view`.
+        MetadataError, UnsupportedValue: The tensor has no such buffer, for the reasons that `bit_view` gives.
 
     Examples:
         >>> bytes(byte_buffer(torch.tensor([1, 256], dtype=torch.int16)))
@@ -229,7 +229,7 @@ def byte_buffer(tensor: torch.Tensor) -> memoryview:
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor detached from autograd; raises unless its memory holds its elements in row-major order."""
+    """Return a tensor detached from autograd; raise unless its memory holds its elements in row-major order."""
     if tensor.dtype in _QUANTISED_DTYPES or tensor.layout is not torch.strided or not is_plain_memory(tensor):
         raise _no_bit_view(tensor)
     return tensor.detach() if tensor.requires_grad else tensor
@@ -279,7 +279,7 @@ def device_bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_plain_memory(tensor: torch.Tensor) -> bool:
-    """Return whether memory on the CPU holds a tensor's elements in row-major order; writing there fills the tensor.
+    """Return whether a tensor is on the CPU, with its elements in row-major order, so that its memory can be filled.
 
     Examples:
         >>> is_plain_memory(torch.eye(2)), is_plain_memory(torch.eye(2, 3).t())

@@ -1,6 +1,6 @@
-"""JSON of files, canonical if written and strict if read, and headers of safetensors files, which are JSON.
+"""Headers of safetensors files, and JSON: canonical when it is written, checked strictly when it is read.
 
-A header is 8 bytes of length, JSON that lists the tensors and their byte ranges, and padding spaces.
+A header is 8 bytes with the length of the rest, JSON that lists the tensors and their byte ranges, and padding spaces.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def canonical_json(value: Any) -> bytes:
     try:
         return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode("ascii")
     except (TypeError, ValueError, RecursionError) as error:
-        raise UnsupportedValue(error_text(f"JSON: can't be written: {error}")) from error
+        raise UnsupportedValue(error_text(f"the value can't be written as JSON: {error}")) from error
 
 
 def parse_json(data: bytes | bytearray | memoryview, what: str) -> Any:
@@ -120,11 +120,10 @@ class HeaderEntry(NamedTuple):
 
 
 def byte_length(tag: str, shape: Iterable[int]) -> int:
-    """Return the number of bytes of a tensor with a tag and a shape, both of which may come from a file.
+    """Return the size in bytes of a tensor with this dtype tag and shape, which may come from an untrusted file.
 
     Raises:
-        ValueError: The tag is unknown, the shape has more elements than 64 bits can count, or the elements don't fill
-            whole bytes.
+        ValueError: The tag is unknown, `element_count` refuses the shape, or the elements don't fill whole bytes.
 
     Examples:
         >>> byte_length("BF16", (2, 3)), byte_length("F64", ()), byte_length("F4", (2, 0))
@@ -139,10 +138,10 @@ def byte_length(tag: str, shape: Iterable[int]) -> int:
 
 
 def element_count(shape: Iterable[int]) -> int:
-    """Return the number of elements of a shape, which may come from a file.
+    """Return the number of elements of a shape, which may come from an untrusted file.
 
     Raises:
-        ValueError: A length is negative, or the product of the lengths other than zero exceeds 64 bits.
+        ValueError: A length is negative, or the product of the lengths other than zero exceeds 2**63 - 1.
 
     Examples:
         >>> element_count((2, 3)), element_count((2, 0)), element_count(())
@@ -165,7 +164,7 @@ _METADATA = "__metadata__"
 def encode_header(
     entries: Iterable[HeaderEntry], metadata: Mapping[str, str] | None = None, *, alignment: int = 64
 ) -> bytes:
-    """Return the bytes before the data of a safetensors file.
+    """Return the header of a safetensors file: all bytes before the tensors' data.
 
     Args:
         entries: Entries in the order of their bytes, without gaps.
@@ -176,7 +175,8 @@ def encode_header(
         An 8-byte little-endian length, JSON in UTF-8, and spaces up to the alignment.
 
     Raises:
-        MetadataError: The entries don't tile the data, names occur twice, or the header would exceed 100 MB.
+        MetadataError: An entry is invalid, the entries leave gaps or overlap, a name occurs twice, or the header would
+            exceed 100 MB.
 
     Examples:
         >>> header = encode_header([HeaderEntry("w", "F32", (2, 3), 0, 24)])
@@ -204,10 +204,14 @@ def encode_header(
 
 
 def _entry_texts(entries: list[HeaderEntry]) -> list[str]:
-    """Return the JSON member of each entry, after checking that names differ and the entries tile their bytes."""
+    """Return each entry as the text of a member of the header's JSON object, such as ``"w":{...}``.
+
+    Raises:
+        MetadataError: An entry is invalid, the entries leave gaps or overlap, or a name occurs twice.
+    """
     if len({_METADATA, *(entry.name for entry in entries)}) != len(entries) + 1:
         heading = f"safetensors header: two entries have the same name, or one is named {_METADATA!r}"
-        raise MetadataError(error_text(heading))
+        raise MetadataError(error_text(heading, fix="Rename one of the tensors."))
     kinds: dict[tuple[str, tuple[int, ...]], tuple[int, str]] = {}  # models repeat few shapes in many layers
     texts, end = [], 0
     for entry in entries:
@@ -242,7 +246,7 @@ def _short(name: str) -> str:
 
 
 def header_length(data: bytes | bytearray | memoryview, file_length: int) -> int:
-    """Return the number of JSON bytes after the first 8 bytes of a safetensors file.
+    """Return the length of a safetensors header's JSON with its padding, from the first 8 bytes of the file.
 
     Args:
         data: Beginning of the file, at least 8 bytes.
@@ -316,7 +320,7 @@ def decode_header(data: bytes | bytearray | memoryview, file_length: int) -> tup
 def decode_header_and_metadata(
     data: bytes | bytearray | memoryview, file_length: int
 ) -> tuple[tuple[HeaderEntry, ...], int, dict[str, str]]:
-    """Return a safetensors file's entries, the offset of its data, and its metadata: strings beside its tensors.
+    """Return a safetensors file's entries, the offset of its data, and its metadata, a dict of strings.
 
     Args:
         data: Beginning of the file, at least its header.
@@ -355,11 +359,11 @@ def decode_header_and_metadata(
 
 
 def _entry(name: str, spec: Any, lengths: dict[tuple[str, tuple[int, ...]], int]) -> HeaderEntry:
-    """Return the entry that a member of the JSON object describes.
+    """Check one member of a header's JSON object, and return the entry that it describes.
 
     Args:
-        name: Name of the member.
-        spec: Value of the member.
+        name: Name of the member, which is the tensor's.
+        spec: Value of the member: dtype, shape and byte range.
         lengths: Known lengths in bytes, by tag and shape; new ones are added.
     """
     try:
@@ -376,7 +380,7 @@ def _entry(name: str, spec: Any, lengths: dict[tuple[str, tuple[int, ...]], int]
         if length is None:
             length = lengths[tag, sizes] = byte_length(tag, sizes)
         if stop - start != length:
-            raise ValueError(f"{stop - start} bytes of {tag} aren't those of its shape")
+            raise ValueError(f"data_offsets span {stop - start} bytes, but the shape takes {length} bytes of {tag}")
     except (TypeError, ValueError, KeyError) as error:
         raise CorruptCheckpoint(error_text(f"safetensors header: entry {_short(name)}: {error}")) from None
     return HeaderEntry(name, tag, sizes, start, stop)

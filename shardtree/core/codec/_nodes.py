@@ -1,6 +1,7 @@
-"""Shared parts of the encoders and decoders of values: nodes of JSON, entries of bytes, and records.
+"""Parts that the encoders and decoders of values share: JSON nodes, blobs of bytes, and conversions to `Record`s.
 
-A node is either a plain JSON value or an object with the member `"$"`, which names the kind of value.
+`encode_tree` stores a value as a node in the file's JSON. A node is either a plain JSON value or an object with the
+member `"$"`, which names the kind of value.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ Take = Callable[[Any], tuple[str, tuple[int, ...], memoryview]]
 
 
 class Child(Protocol):
-    """A function that encodes or decodes a child of a value; `steps` lead from the value's path to the child's."""
+    """A function that encodes or decodes a value's child, such as an item of a list.
+
+    `steps` are the keys and indices that lead from the value to the child, for error messages.
+    """
 
     def __call__(self, value: Any, /, *steps: Any) -> Any: ...
 
@@ -41,13 +45,15 @@ Decoder = tuple[tuple[str, ...], Callable[[dict[str, Any], Child, Take], Any]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Blob:
-    """Bytes that become an entry of the file; in a node it is a placeholder for the entry's name.
+    """Bytes that are stored as an entry of the safetensors file.
+
+    A node contains the blob until the entry has a name, which replaces the blob in the JSON.
 
     Attributes:
         data: The bytes, as a contiguous buffer.
         tag: Dtype as safetensors names it.
         shape: Shape in elements of that dtype.
-        item_size: Alignment of the entry in bytes.
+        item_size: Size of an item in bytes; the entry's offset in the file is a multiple of it.
     """
 
     data: Any
@@ -57,7 +63,7 @@ class Blob:
 
 
 def plain_blob(data: Any) -> Blob:
-    """Return bytes as an entry with one axis.
+    """Return a blob that stores bytes as a 1-D entry of dtype U8.
 
     Examples:
         >>> plain_blob(b"abc").shape
@@ -86,7 +92,7 @@ def shown_path(path: TreePath) -> str:
     """Return a path as text for error messages; long paths and long or unusual keys are shortened.
 
     Args:
-        path: Steps from the root; a dict's key is a step, whatever its type.
+        path: Indices and keys that lead from the root to a value; a dict's keys may have any type.
 
     Examples:
         >>> shown_path(("state", (1, 2), 7)), len(shown_path(tuple(range(100))))
@@ -120,7 +126,9 @@ def plainer(value: Any) -> str:
 
 
 def type_name(cls: type) -> str:
-    """Return the stored name of a class: its import path, which is the public one for shardtree's own classes.
+    """Return the name under which a class is stored: its import path.
+
+    The stored name of a shardtree class is its public import path, which stays the same if the class moves.
 
     Examples:
         >>> import collections
@@ -148,7 +156,7 @@ def record_of(value: Any) -> Record | None:
 
 
 def named_types(types: Iterable[type]) -> dict[str, type]:
-    """Return classes by their stored names.
+    """Return a dict from the stored names of classes to the classes.
 
     Raises:
         UnsupportedValue: A class isn't an enum, dataclass or named tuple.

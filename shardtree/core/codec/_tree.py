@@ -94,7 +94,14 @@ def _entry_name(blob: Blob, blobs: list[Blob]) -> str:
 
 
 def _node(value: Any, path: TreePath, parents: tuple[Any, ...], allow_pickle: bool) -> Node:
-    """Return a value's node; `parents` are the values that contain it, outermost first."""
+    """Return the JSON node of a value, which contains the nodes of its children.
+
+    Args:
+        value: Value to encode.
+        path: Path of the value in the tree, for errors.
+        parents: Containers around the value, outermost first.
+        allow_pickle: Whether a value without an encoder is pickled.
+    """
     if len(parents) > MAX_DEPTH:
         raise _too_deep(path, parents)
     if value is HOLE:
@@ -114,7 +121,7 @@ def _node(value: Any, path: TreePath, parents: tuple[Any, ...], allow_pickle: bo
 
 
 def _pickle_node(value: Any, path: TreePath, allow_pickle: bool) -> Node:
-    """Return the node of a value that only pickle can store; raises if that isn't allowed."""
+    """Return a node that holds a value's pickle; raises if pickles aren't allowed or the value can't be pickled."""
     what = f"encode_tree: {shown_path(path)}"
     if not allow_pickle:
         if isinstance(value, torch.Tensor):
@@ -123,12 +130,12 @@ def _pickle_node(value: Any, path: TreePath, allow_pickle: bool) -> Node:
     try:
         return {"$": "pickle", "entry": plain_blob(pickle.dumps(value, protocol=4))}
     except Exception as error:
-        reason = f"{type(error).__name__}: {str(error)[:200]}"
-        raise UnsupportedValue(error_text(f"{what} can't be pickled", found=_describe(value), fix=reason)) from error
+        what, fix = f"{what} can't be pickled: {type(error).__name__}: {str(error)[:200]}", "Store plain values."
+        raise UnsupportedValue(error_text(what, found=_describe(value), fix=fix)) from error
 
 
 def _describe(value: Any) -> str:
-    """Return a value's type, and the property that can't be stored."""
+    """Return a value's type as text for errors, with the property that can't be stored, such as a tensor's dtype."""
     name = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
     factory = getattr(value, "default_factory", None)
     if isinstance(value, torch.Tensor):
@@ -216,7 +223,14 @@ def decode_tree(data: bytes | bytearray | memoryview, *, types: Iterable[type] =
 
 
 def _value(node: Node, path: TreePath, depth: int, reader: _Reader) -> Any:
-    """Return a node's value; `depth` counts the containers around it."""
+    """Decode a node to its value.
+
+    Args:
+        node: Node of the file's JSON.
+        path: Path of the value in the tree, for errors.
+        depth: Number of containers around the value.
+        reader: State shared by all nodes of the file.
+    """
     kind = type(node)
     if kind is not dict and kind is not list:
         return node

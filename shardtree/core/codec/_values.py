@@ -1,4 +1,4 @@
-"""Nodes of plain values: numbers, strings, ranges, dtypes, devices and paths; and of their containers."""
+"""Encoders and decoders of plain values (numbers, strings, ranges, dtypes, devices, paths) and of containers."""
 
 from __future__ import annotations
 
@@ -57,7 +57,9 @@ def _encode_str(value: str, child: Child) -> Node:
 
 
 def is_unicode(text: str) -> bool:
-    """Return whether a string has no lone surrogates: JSON could read a pair of them as one character.
+    """Return whether a string is valid Unicode, without lone surrogates.
+
+    Other strings are stored in hexadecimal, since a JSON reader could join two lone surrogates into one character.
 
     Examples:
         >>> is_unicode("π"), is_unicode(chr(0xD800))
@@ -78,10 +80,11 @@ def _encode_bounds(value: range | slice, child: Child) -> Node:
 
 
 def device_of(name: str) -> torch.device:
-    """Return the device with an untrusted name.
+    """Return the torch device of this name, which may come from an untrusted file.
 
     Raises:
-        ValueError: The text isn't the name of a device.
+        ValueError: The text doesn't have the form of a device's name.
+        RuntimeError: torch knows no such device.
 
     Examples:
         >>> device_of("cuda:1")
@@ -93,7 +96,9 @@ def device_of(name: str) -> torch.device:
 
 
 def path_of(kind: type[PurePath], *segments: Any) -> PurePath:
-    """Return a path of a class; another platform's path, which can't be made here, becomes a pure path.
+    """Return a path of the given class, made of its segments.
+
+    The class of another platform, which can't be instantiated on this one, is replaced by its pure class.
 
     Raises:
         TypeError: A segment isn't a string.
@@ -116,7 +121,7 @@ _COLLISIONS = 1_000
 
 
 def check_collisions(keys: Iterable[Hashable]) -> None:
-    """Raise ValueError if so many different keys share a hash that each look-up becomes a search.
+    """Raise ValueError if over 1,000 keys have the same hash as another, different key: look-ups would be slow.
 
     Examples:
         >>> check_collisions([1, 1.5, (2, "a")])
@@ -202,7 +207,7 @@ def _encode_pairs(value: dict[Any, Any], child: Child) -> list[Node]:
 
 
 def _fill(value: D, fields: dict[str, Any], child: Child) -> D:
-    """Fill the empty dict `value` with a node's items, and return it."""
+    """Fill the empty dict `value` with the decoded items of a node, and return it."""
     pairs = [_pair(*exactly(list, pair)) for pair in exactly(list, fields["items"])]
     keys = [child(key) for key, _ in pairs]
     check_collisions(keys)
@@ -224,7 +229,7 @@ def _decode_namespace(fields: dict[str, Any], child: Child, take: Take) -> Names
 
 
 def decode_fields(node: Node, child: Child) -> dict[str, Any]:
-    """Decode the fields of an object, whose names must be strings.
+    """Decode a node to a dict of an object's fields; their names must be strings.
 
     Raises:
         TypeError: A name isn't a string; `decode_tree` adds the path.

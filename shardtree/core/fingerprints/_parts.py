@@ -1,4 +1,4 @@
-"""The contribution of a box, a run or a shard to its tensor's fingerprint, independent of memory and format."""
+"""Contributions of shards, boxes and runs of elements to their tensor's fingerprint, computed piece by piece."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ShardPiece:
-    """Some elements of a shard, not yet read.
+    """A part of a shard that is read and summed at once: a box, or a run of consecutive elements of a flattened box.
 
     Attributes:
-        data: The elements: a box, or a run, which is consecutive elements of a flattened box.
-        offset: Offset of the box in the global tensor; for a run, the offset of the box around it.
-        box: Shape of the box around a run; None if the piece is a box itself.
+        data: Elements of the piece; lazy elements aren't read yet.
+        offset: Offset of the box in the global tensor; for a run, the offset of the box that contains it.
+        box: Shape of the box that contains the run; None if the piece is a box.
         first: Index of the run's first element in the row-major flattened box.
     """
 
@@ -43,11 +43,11 @@ class ShardPiece:
 
 
 def shard_pieces(shard: ShardedTensor, most: int = PIECE) -> Iterator[ShardPiece]:
-    """Yield a shard's elements in pieces of bounded size, views of its data.
+    """Yield a shard's elements as pieces of bounded size, each a view of the shard's data.
 
     Args:
         shard: Shard with data, which may be lazy.
-        most: Upper bound of a piece's elements; pieces on an accelerator are larger.
+        most: Upper bound of a piece's elements in host memory; a piece on an accelerator may have 64 times as many.
 
     Raises:
         CheckpointingException: The shard has no data.
@@ -81,7 +81,7 @@ def shard_pieces(shard: ShardedTensor, most: int = PIECE) -> Iterator[ShardPiece
 
 
 def box_pieces(data: torch.Tensor | LazyTensor, offset: Sequence[int], most: int = PIECE) -> Iterator[ShardPiece]:
-    """Yield a box in pieces of bounded size, views of its data.
+    """Yield a box as pieces of bounded size, each a view of the box's data.
 
     Args:
         data: The box's elements; leading axes of size 1 may be missing.
@@ -100,7 +100,7 @@ def box_pieces(data: torch.Tensor | LazyTensor, offset: Sequence[int], most: int
 def run_pieces(
     data: torch.Tensor | LazyTensor, offset: tuple[int, ...], box: tuple[int, ...], first: int, most: int = PIECE
 ) -> Iterator[ShardPiece]:
-    """Yield a run of a row-major flattened box in pieces of bounded size, views of its data.
+    """Yield a run of a row-major flattened box as pieces of bounded size, each a view of the run's data.
 
     Args:
         data: The run's elements, (elements,).
@@ -118,7 +118,7 @@ def run_pieces(
 
 
 def piece_total(piece: ShardPiece) -> int:
-    """Return a piece's contribution to its tensor's sum, modulo 2 to the 64; lazy data is read.
+    """Return a piece's contribution to its tensor's fingerprint, modulo 2**64; lazy data is read.
 
     Examples:
         >>> whole = torch.arange(6.0).reshape(2, 3)
@@ -132,7 +132,7 @@ def piece_total(piece: ShardPiece) -> int:
 
 
 def run_total(data: torch.Tensor, offset: Sequence[int], box: Sequence[int], first: int) -> int:
-    """Return the contribution of a run of a row-major flattened box to its tensor's sum.
+    """Return the contribution of a run of a row-major flattened box to its tensor's fingerprint, modulo 2**64.
 
     Args:
         data: The run's elements, (elements,).
@@ -155,7 +155,7 @@ def run_total(data: torch.Tensor, offset: Sequence[int], box: Sequence[int], fir
 
 
 def box_total(data: torch.Tensor, offset: Sequence[int]) -> int:
-    """Return a box's contribution to its tensor's sum, computed on the box's device.
+    """Return a box's contribution to its tensor's fingerprint, modulo 2**64, computed on the box's device.
 
     Args:
         data: The box's elements; leading axes of size 1 may be missing.
@@ -179,10 +179,10 @@ _AT_ONCE = 4 * 1024 * 1024  # bytes; a copy of an unaligned part of this size st
 
 
 def bytes_total(data: torch.Tensor) -> int:
-    """Return the weighted sum of bytes, read as a box of 8-byte words: 1024 in a row, padded with zeros.
+    """Return a weighted sum of bytes, a hash that a device can compute without copying the bytes to the host.
 
-    Summing words is faster than summing elements, which are up to eight times as many. In return, two sums are
-    comparable only if the bytes are in the same order.
+    The bytes are summed as a matrix of 8-byte words, 1024 in a row, padded with zeros. This is faster than summing
+    smaller elements one by one. In return, two sums are comparable only if the bytes are in the same order.
 
     Args:
         data: The bytes, uint8 (bytes,), contiguous, on any device.

@@ -1,4 +1,4 @@
-"""The weighted sum over a box, in the host's memory or on an accelerator, and the weights of indices."""
+"""Weighted sums over boxes of elements, in host memory or on an accelerator, and the weights of indices."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _GAMMA = 0x9E3779B97F4A7C15
 
 
 def scramble(numbers: NDArray[Any]) -> Words:
-    """Return the images of numbers under a bijection of 64 bits whose output bits each depend on all input bits.
+    """Return numbers of 64 bits, mixed by a bijection such that each output bit depends on all input bits.
 
     Args:
         numbers: Numbers, uint64, of any shape but ().
@@ -58,6 +58,8 @@ def scramble(numbers: NDArray[Any]) -> Words:
 
 def axis_weights(axis: int, start: int, stop: int) -> Words:
     """Return the weights of consecutive indices along an axis, each an odd number.
+
+    The weight of an element is the product of its indices' weights, modulo 2**64.
 
     Args:
         axis: Axis of the global tensor, counted from 0.
@@ -85,16 +87,17 @@ def axis_weights(axis: int, start: int, stop: int) -> Words:
 
 @lru_cache(maxsize=16)  # half a MiB each
 def _first_weights(axis: int) -> Words:
-    """Return the weights of the first 65,536 indices, enough for most tensors; read-only."""
+    """Return the weights of the first 65,536 indices along an axis, enough for most tensors; read-only."""
     first = low_weights(axis) * high_weights(axis, 0, 1)
     first.setflags(write=False)
     return first
 
 
 def high_weights(axis: int, start: int, stop: int) -> Words:
-    """Return the weights' factors for the higher bits of indices: one for each value of these bits in the range.
+    """Return the factors that the higher bits of the indices `start` to ``stop - 1`` contribute to their weights.
 
-    The range of indices is from `start` to ``stop - 1``. A weight is this factor times that of `low_weights`.
+    There is one factor for each block of 65,536 indices in this range, uint64 (blocks,). The weight of an index is its
+    block's factor times the factor in `low_weights` for its lower 16 bits.
 
     Examples:
         >>> high_weights(0, 65_535, 65_537).size
@@ -106,7 +109,7 @@ def high_weights(axis: int, start: int, stop: int) -> Words:
 
 @lru_cache(maxsize=16)  # half a MiB each
 def low_weights(axis: int) -> Words:
-    """Return the weights' factors for the lower 16 bits of indices, uint64 (65536,), read-only.
+    """Return the factors that the lower 16 bits of an index contribute to its weight, uint64 (65536,), read-only.
 
     Examples:
         >>> low_weights(0).size
@@ -118,7 +121,7 @@ def low_weights(axis: int) -> Words:
 
 
 def _odd_outputs(stream: int, start: int, stop: int) -> Words:
-    """Return outputs number `start` to ``stop - 1`` of SplitMix64, seeded by the stream's number and made odd."""
+    """Return outputs `start` to ``stop - 1`` of the generator SplitMix64, each made odd; `stream` sets its seed."""
     seed = int(scramble(np.array([stream + 1], dtype=np.uint64))[0])
     counts = np.arange(start, stop, dtype=np.uint64) * np.uint64(_GAMMA)
     counts += np.uint64((seed + _GAMMA) % MODULUS)
@@ -134,11 +137,11 @@ _HALF = np.uint64(32)
 
 
 def host_total(words: NDArray[Any], axes: Sequence[int], offset: Sequence[int]) -> int:
-    """Return the sum of a box's words, each mixed by a bijection and multiplied by its weights, modulo 2 to the 64.
+    """Return the weighted sum of a box's words modulo 2**64; each word is mixed by a bijection before it is weighted.
 
     Args:
         words: Bits of the elements as unsigned integers of 1, 2, 4 or 8 bytes, with any strides.
-        axes: Global axis of each axis of the box.
+        axes: Axis of the global tensor for each axis of the box.
         offset: First index of the box along each axis.
 
     Examples:
@@ -175,7 +178,7 @@ def _slab_total(words: NDArray[Any], weights: Sequence[Words]) -> int:
 
 
 def _mix(words: NDArray[Any], room: Words, other: Words) -> Words:
-    """Return each word's image under a bijection of 64 bits, computed in the two buffers."""
+    """Return each word mixed by a bijection of 64 bits; `room`, which receives the result, and `other` are buffers."""
     image, halves = room.reshape(words.shape), other.reshape(words.shape)
     if words.itemsize == 8:
         np.right_shift(words, _HALF, out=halves)
@@ -203,11 +206,11 @@ _LOW_HALF = 0xFFFFFFFF
 
 
 def device_total(words: torch.Tensor, axes: Sequence[int], offset: Sequence[int]) -> int:
-    """Return the same as `host_total`, computed by torch on the words' device.
+    """Return the weighted sum of a box's words as `host_total` does, computed by torch on the device of the words.
 
     Args:
         words: Bits of the elements as integers of 1, 2, 4 or 8 bytes.
-        axes: Global axis of each axis of the box.
+        axes: Axis of the global tensor for each axis of the box.
         offset: First index of the box along each axis.
 
     Examples:
@@ -262,7 +265,7 @@ _seen = [0]
 
 
 def compiled_for(words: int) -> SlabTotal | None:
-    """Return the compiled function; None without numba, or while a process has summed too little to pay for compiling.
+    """Return `compiled_total`, or None without numba or while the process sums too few words to make compiling pay.
 
     Args:
         words: Number of words to be summed next.
@@ -281,10 +284,10 @@ def _has_numba() -> bool:
 
 
 def compiled_total(words: NDArray[Any], weights: Sequence[Words]) -> int:
-    """Return the sum of a slab's words, each mixed and multiplied by its weights, as in `host_total`; needs numba.
+    """Return the weighted sum of a slab, a part of a box, by the method of `host_total`; needs numba.
 
     Args:
-        words: Unsigned integers of 1, 2, 4 or 8 bytes.
+        words: Words of the slab, as unsigned integers of 1, 2, 4 or 8 bytes.
         weights: Weights along each axis, uint64; at least one axis.
     """
     *above, last = weights

@@ -1,4 +1,4 @@
-"""One number for each tensor: the sum of its shards' contributions, which each rank computes alone."""
+"""Fingerprints of tensors: each rank sums its own shards' contributions, and these sums add up to one number."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class PartialFingerprint:
     Attributes:
         kind: Dtype and global shape of the tensor.
         elements: Number of the shards' elements.
-        total: Sum of their contributions, modulo 2 to the 64.
+        total: Sum of the shards' contributions, modulo 2**64.
     """
 
     kind: TensorKind
@@ -45,7 +45,7 @@ class PartialFingerprint:
 
 @shielded
 def partial_fingerprints(tree: Any) -> dict[str, PartialFingerprint]:
-    """Return the contribution of one rank's tree to the fingerprint of each tensor; replicas are ignored.
+    """Return the contribution of one rank's tree to the fingerprint of each tensor, by key.
 
     Only main replicas (``replica_id`` 0) count, so that over all ranks each element counts once. Ranks that share no
     process group can pickle these values and send them to the caller of `add_fingerprints`.
@@ -69,7 +69,7 @@ def partial_fingerprints(tree: Any) -> dict[str, PartialFingerprint]:
 
 
 def main_shards(tree: Any) -> tuple[ShardedTensor, ...]:
-    """Return the main replicas of a tree's tensors, factories applied.
+    """Return the main replicas among a tree's tensor shards, after applying factories.
 
     Examples:
         >>> import torch, shardtree as st
@@ -82,11 +82,11 @@ def main_shards(tree: Any) -> tuple[ShardedTensor, ...]:
 
 @shielded
 def shard_totals(shards: Sequence[ShardedTensor], totals: Totals = _one_by_one) -> Words:
-    """Return each shard's contribution to its tensor's sum, uint64 (shards,).
+    """Return each shard's contribution to its tensor's fingerprint, modulo 2**64, uint64 (shards,).
 
     Args:
         shards: Shards with data.
-        totals: Function that computes the pieces' totals.
+        totals: Function that maps `piece_total` over pieces, for example in threads.
 
     Examples:
         >>> import torch, shardtree as st
@@ -103,11 +103,11 @@ def shard_totals(shards: Sequence[ShardedTensor], totals: Totals = _one_by_one) 
 
 @shielded
 def shard_parts(shards: Sequence[ShardedTensor], totals: Totals = _one_by_one) -> dict[str, PartialFingerprint]:
-    """Return the contribution of shards to the fingerprint of each tensor, whether they are replicas or not.
+    """Return the shards' contribution to the fingerprint of each tensor, by key; all replicas count.
 
     Args:
         shards: Shards with data.
-        totals: Function that computes the pieces' totals.
+        totals: Function that maps `piece_total` over pieces, for example in threads.
 
     Raises:
         IntegrityError: Two shards of one key differ in global shape, dtype or prepended axes.
@@ -127,10 +127,10 @@ def box_part(
     """Return the contribution of a box to the fingerprint of its tensor.
 
     Args:
-        kind: Kind of the tensor, whose global shape includes prepended axes.
+        kind: Dtype and global shape of the tensor, prepended axes included.
         data: The box's elements.
         offset: The box's first index in the tensor, (axes,).
-        totals: Function that computes the pieces' totals.
+        totals: Function that maps `piece_total` over pieces, for example in threads.
 
     Examples:
         >>> box_part(TensorKind(torch.int8, (4, 3), 0), torch.zeros(2, 3, dtype=torch.int8), (2, 0)).elements
@@ -140,11 +140,11 @@ def box_part(
 
 
 def column_parts(columns: ShardColumns, totals: Words) -> dict[str, PartialFingerprint]:
-    """Return the contribution of shards to the fingerprint of each tensor, whether they are replicas or not.
+    """Add up the shards' contributions for each tensor, and return the sums by key; all replicas count.
 
     Args:
-        columns: The shards.
-        totals: Contribution of each shard, uint64 (shards,).
+        columns: Shards of any ranks.
+        totals: Contribution of each shard, as from `shard_totals`, uint64 (shards,).
 
     Examples:
         >>> import torch, shardtree as st
@@ -160,14 +160,16 @@ def column_parts(columns: ShardColumns, totals: Words) -> dict[str, PartialFinge
 
 
 def unlike_replicas(columns: ShardColumns, totals: Words) -> list[list[list[int]]]:
-    """Return the boxes whose replicas differ in their elements: for each such box, groups of rows that agree.
+    """Return, for each box whose replicas differ, its replicas in groups of equal ones.
+
+    Shards are replicas of each other if they have the same key and the same box, or flat range.
 
     Args:
-        columns: Shards of all ranks, replicas included; shards of the same box are compared.
-        totals: Contribution of each shard to its tensor's sum, uint64 (shards,).
+        columns: Shards of all ranks, replicas included.
+        totals: Contribution of each shard to its tensor's fingerprint, uint64 (shards,).
 
     Returns:
-        The groups of each box, the main replica's first.
+        For each such box a list of groups, the main replica's first; a group lists the rows of equal replicas.
 
     Examples:
         >>> import torch, shardtree as st
@@ -235,7 +237,7 @@ def add_fingerprints(parts: Iterable[Mapping[str, PartialFingerprint]]) -> dict[
 
 
 def tensor_fingerprint(key: str, kind: TensorKind, total: int) -> int:
-    """Return a tensor's fingerprint: the sum over all its elements, plus a hash of its key, dtype and global shape.
+    """Return a tensor's fingerprint: `total`, the sum over all elements, plus a hash of key, dtype and global shape.
 
     Examples:
         >>> import torch

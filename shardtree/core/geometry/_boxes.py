@@ -1,7 +1,8 @@
-"""Numbers in arguments, as ints, and boxes as columns of offsets and shapes, int64, right-aligned to one rank.
+"""Arguments converted to ints, and boxes as int64 columns: the offsets and shapes of many boxes, one box a row.
 
-A box of fewer axes is padded on the left with offset 0 and shape 1, so that tensors of any rank share one column and
-the padding doesn't change row-major order. There is always at least one axis: a scalar is the box ``[0], [1]``.
+A box of fewer axes than its column is padded on the left with offset 0 and shape 1, so that tensors with any number of
+axes share one column. The padding doesn't change row-major order. There is always at least one axis: a scalar is the
+box ``[0], [1]``.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from ...errors import CheckpointingException, MetadataError, error_text
 def refuse(
     subject: str, field: str, found: object, expected: str, fix: str, *, error: type[CheckpointingException]
 ) -> NoReturn:
-    """Raise `error` with the field that doesn't fit, the found and the expected value, and advice."""
+    """Raise `error` with the heading "subject: field doesn't fit", the found and expected values, and the fix."""
     raise error(error_text(f"{subject}: {field} doesn't fit", found=found, expected=expected, fix=fix))
 
 
 def check_type(subject: str, field: str, value: object, kind: type, fix: str) -> None:
-    """Raise MetadataError unless a value has the type.
+    """Raise MetadataError unless the value of a subject's field is an instance of `kind`.
 
     Examples:
         >>> check_type("ShardedTensor 'w'", "allow_shape_mismatch", True, bool, "Pass a bool.")
@@ -67,7 +68,7 @@ def as_int(value: Any) -> int | None:
 
 
 def integer64(subject: str, field: str, value: Any) -> int:
-    """Return an int-like value as an int of 64 bits, as columns hold it, or raise MetadataError.
+    """Return an int-like value as an int that fits an int64 column, or raise MetadataError.
 
     Examples:
         >>> integer64("ShardedTensor 'w'", "replica_id", 1)
@@ -81,7 +82,7 @@ def integer64(subject: str, field: str, value: Any) -> int:
 
 
 def integers(subject: str, field: str, values: Any) -> tuple[int, ...]:
-    """Return a sequence of int-like values as a tuple of ints of 64 bits, or raise MetadataError.
+    """Return a sequence of int-like values as a tuple of ints that fit int64 columns, or raise MetadataError.
 
     Examples:
         >>> integers("ShardedTensor 'w'", "local_shape", [4, 2])
@@ -123,12 +124,12 @@ Record = TypeVar("Record")
 
 
 def box_column(rows: Sequence[Sequence[int]], fill: int, axes: int = 0) -> Column:
-    """Return rows of unequal length as one right-aligned int64 column.
+    """Return shapes or offsets of different lengths as one int64 column, padded on the left.
 
     Args:
-        rows: Shapes or offsets, each of any number of axes.
-        fill: Value for axes that a row lacks: 0 for offsets, 1 for shapes.
-        axes: Least number of axes of the result.
+        rows: Shapes or offsets, each with any number of axes.
+        fill: Value of the padding: 0 for offsets, 1 for shapes.
+        axes: Minimum number of axes of the result.
 
     Returns:
         The column, int64 (rows, axes).
@@ -149,7 +150,7 @@ def box_column(rows: Sequence[Sequence[int]], fill: int, axes: int = 0) -> Colum
 
 
 def widen(column: Column, axes: int, fill: int) -> Column:
-    """Return a column of boxes with at least this number of axes, padded on the left.
+    """Return a column of shapes or offsets with at least `axes` axes, padded on the left with `fill`.
 
     Examples:
         >>> widen(np.array([[3, 4]]), 3, fill=1).tolist()
@@ -160,7 +161,7 @@ def widen(column: Column, axes: int, fill: int) -> Column:
 
 
 def narrowed(column: NDArray[Any]) -> NDArray[Any]:
-    """Return an int64 column in the narrowest dtype for its values, for a message; other columns unchanged.
+    """Return an int64 column in the narrowest dtype that holds its values, to pickle it compactly; others unchanged.
 
     Examples:
         >>> [narrowed(np.array(values)).dtype.name for values in ([-1, 300], [0, 255], [2**32], [True])]
@@ -175,7 +176,7 @@ def narrowed(column: NDArray[Any]) -> NDArray[Any]:
 
 
 def as_int64(column: NDArray[Any]) -> NDArray[Any]:
-    """Return the column as it was before `narrowed`.
+    """Undo `narrowed`: return a column of integers as int64, and a column of bools unchanged.
 
     Examples:
         >>> as_int64(narrowed(np.array([1, 2]))).dtype, as_int64(np.array([True])).dtype
@@ -185,12 +186,12 @@ def as_int64(column: NDArray[Any]) -> NDArray[Any]:
 
 
 def box_slices(offset: Column, shape: Column, axes: int) -> tuple[slice, ...]:
-    """Return one row's box as slices, without the axes that `widen` added.
+    """Return the box in one row of two columns as slices, without the columns' padding.
 
     Args:
-        offset: Offset of the box, int64 (axes or more,).
-        shape: Shape of the box, int64 (axes or more,).
-        axes: Number of the box's own axes.
+        offset: Offset of the box, padded on the left, int64 (axes or more,).
+        shape: Shape of the box, padded on the left, int64 (axes or more,).
+        axes: Number of the box's own axes, without padding.
 
     Examples:
         >>> box_slices(np.array([0, 3, 4]), np.array([1, 2, 2]), 2)
@@ -228,9 +229,9 @@ def row_major_strides(shape: Column) -> Column:
 def intersect(
     left_offset: Column, left_shape: Column, right_offset: Column, right_shape: Column
 ) -> tuple[Column, Column]:
-    """Return the intersection of the boxes in each row of two columns, as offsets and shapes.
+    """Return the intersection of each left box with the right box in the same row, as offsets and shapes.
 
-    If two boxes have no element in common, the shape contains a zero.
+    If the two boxes have no element in common, the shape contains a zero.
 
     Examples:
         >>> offset, shape = intersect(*(np.array([row]) for row in ([0, 0], [4, 4], [2, 1], [4, 2])))
@@ -260,7 +261,7 @@ def distinct(values: Column) -> Column:
 
 
 def begins(*columns: Column) -> Mask:
-    """Return whether each row of sorted columns differs from the row before, bool (rows,).
+    """Return whether each row of sorted columns is the first or differs from the row before, bool (rows,).
 
     Args:
         columns: Columns of one length, sorted together.
@@ -281,7 +282,7 @@ def group_sums(group: Column | tuple[Column, ...], values: Column, groups: int |
     """Return the exact sum of each group's values; NumPy's `bincount` would add floats.
 
     Args:
-        group: Number of each value's group, int64 (values,); or one such column for each axis of the result.
+        group: Index of each value's group, int64 (values,); for a result with several axes, one such column for each.
         values: Values to add up, int64 (values,).
         groups: Number of groups, or the shape of the result.
 
@@ -295,14 +296,14 @@ def group_sums(group: Column | tuple[Column, ...], values: Column, groups: int |
 
 
 def span_numbers(first: Column, count: Column) -> tuple[Column, Column]:
-    """Return the integers of spans, one span after the other, each with the index of its span.
+    """Return the integers in all spans, one span after the other, and the index of each integer's span.
 
     Args:
         first: First integer of each span, int64 (spans,).
         count: Length of each span, int64 (spans,).
 
     Returns:
-        ``(span, number)``, int64 (numbers,) each.
+        ``(span, number)``: the index of each integer's span, and the integers, int64 (integers,) each.
 
     Examples:
         >>> [column.tolist() for column in span_numbers(np.array([5, 0]), np.array([2, 1]))]
@@ -313,7 +314,7 @@ def span_numbers(first: Column, count: Column) -> tuple[Column, Column]:
 
 
 def rows_of(columns: Record, rows: Column | NDArray[np.bool_] | slice) -> Record:
-    """Return a record with the given rows, in the given order; all slots of the record are columns.
+    """Return a record with only the given rows, in this order; a record is an object whose slots are all columns.
 
     Examples:
         >>> from shardtree.core.plans import Runs
@@ -329,7 +330,7 @@ def rows_of(columns: Record, rows: Column | NDArray[np.bool_] | slice) -> Record
 
 
 def joined_rows(parts: Sequence[Record]) -> Record:
-    """Return one record with the rows of several (at least one); all slots of a record are columns.
+    """Return one record with the rows of several records of a class; a record's slots are all columns.
 
     Examples:
         >>> class Pairs:
@@ -374,7 +375,7 @@ def row_numbers(columns: Iterable[Column]) -> tuple[Column, int]:
 
 
 def _from_zero(column: Column) -> tuple[Column, int]:
-    """Return the column shifted to begin at 0, and one more than its largest value."""
+    """Return the column shifted to begin at 0 (or ranked, if its range is too large), and one more than its maximum."""
     low, high = (int(column.min()), int(column.max())) if column.size else (0, 0)
     return (column - low, high - low + 1) if high - low < _ROOM else _ranks(column)
 

@@ -1,4 +1,4 @@
-"""Cuts of boxes: pieces that other boxes cut out; cuts along the edges of overlaps; boxes that make up flat ranges."""
+"""Boxes cut into smaller boxes: by other boxes, or along the edges of overlaps; and flat ranges cut into boxes."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _Boxes = tuple[Column, Column, Column]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Cuts:
-    """The pieces cut out of boxes, and the remaining pieces; together they tile the boxes.
+    """The result of `carve_boxes`: pieces cut out of boxes, and the remaining pieces; together they tile the boxes.
 
     Attributes:
-        pair: Number of the pair that cut each piece out, int64 (pieces,).
+        pair: Index of the pair, a box and a cutting box, that each piece comes from, int64 (pieces,).
         offset: Offset of each piece, int64 (pieces, axes).
         shape: Shape of each piece, int64 (pieces, axes).
-        row: Row of the box that each remaining piece is a part of, int64 (left,).
-        rest_offset: Offset of each remaining piece, int64 (left, axes).
-        rest_shape: Shape of each remaining piece, int64 (left, axes).
+        row: Row of the box that each remaining piece is a part of, int64 (remaining,).
+        rest_offset: Offset of each remaining piece, int64 (remaining, axes).
+        rest_shape: Shape of each remaining piece, int64 (remaining, axes).
     """
 
     pair: Column
@@ -40,17 +40,17 @@ class Cuts:
 
 
 def carve_boxes(offset: Column, shape: Column, left: Column, cut_offset: Column, cut_shape: Column) -> Cuts:
-    """Return the pieces that other boxes cut out of some boxes, one after the other, and the remaining pieces.
+    """Cut pieces out of boxes, and return these pieces and the remaining ones.
 
-    A pair is a box and another box that cuts it. The pairs of a box are applied in order: an element goes to the first
-    pair whose other box contains it. If the cuts of a box don't overlap each other, they stay whole.
+    Each pair is a box and another box that cuts it. The pairs of a box are applied in order: an element goes to the
+    first pair whose cutting box contains it. If the cuts of a box don't overlap each other, they stay whole.
 
     Args:
         offset: Offset of each box, int64 (boxes, axes).
         shape: Shape of each box, int64 (boxes, axes).
-        left: Row of each pair's box, int64 (pairs,).
-        cut_offset: Offset of each pair's other box, int64 (pairs, axes).
-        cut_shape: Shape of each pair's other box, int64 (pairs, axes).
+        left: Row of the box that each pair cuts, int64 (pairs,).
+        cut_offset: Offset of each pair's cutting box, int64 (pairs, axes).
+        cut_shape: Shape of each pair's cutting box, int64 (pairs, axes).
 
     Examples:
         >>> carved = carve_boxes(*map(np.array, ([[0, 0]], [[2, 4]], [0], [[0, 1]], [[5, 2]])))
@@ -78,9 +78,9 @@ def _carve_in_order(boxes: _Boxes, left: Column, cuts: _Boxes) -> tuple[_Boxes, 
     """Return the pieces that cuts take out of their boxes, one cut after the other, and the remaining pieces.
 
     Args:
-        boxes: Boxes identified by their rows, ascending.
-        left: Row of each cut's box, int64 (cuts,).
-        cuts: Cuts identified by their pairs.
+        boxes: Boxes, identified by their rows in ascending order.
+        left: Row of the box that each cut applies to, int64 (cuts,).
+        cuts: Cuts, identified by the indices of their pairs.
     """
     (number, *places), node, cut = _divide(boxes, np.searchsorted(boxes[0], left), cuts)
     order = np.argsort(node, kind="stable")
@@ -108,7 +108,7 @@ def _divide(boxes: _Boxes, node: Column, cuts: _Boxes) -> tuple[_Boxes, Column, 
 
     Args:
         boxes: Boxes to divide; a part keeps its box's identifier.
-        node: Index of each cut's box, int64 (cuts,).
+        node: Index of the box that each cut applies to, int64 (cuts,).
         cuts: Cuts, each within its box.
 
     Returns:
@@ -135,7 +135,12 @@ def _divide(boxes: _Boxes, node: Column, cuts: _Boxes) -> tuple[_Boxes, Column, 
 
 
 def _middles(boxes: _Boxes, node: Column, offset: Column, shape: Column) -> tuple[Column, Column, Mask]:
-    """Return each box's axis with the most cut edges inside, the middle edge on that axis, and whether it has any."""
+    """Return a place to divide each box, in the middle of its cuts' edges.
+
+    Returns:
+        ``(axis, at, divides)``, (boxes,) each: the axis with the most edges inside the box, the median of these edges,
+        and whether there is any edge inside.
+    """
     count, axes = boxes[0].size, range(offset.shape[1])
     edges, twice = np.concatenate([offset, offset + shape]), np.tile(node, 2)
     inside = (edges > boxes[1][twice]) & (edges < (boxes[1] + boxes[2])[twice])
@@ -150,7 +155,7 @@ def _middles(boxes: _Boxes, node: Column, offset: Column, shape: Column) -> tupl
 
 
 def _halves(boxes: _Boxes, axis: Column, at: Column) -> _Boxes:
-    """Return the lower parts of boxes that are cut across an axis, then the upper parts."""
+    """Divide each box along one axis at a coordinate, and return all lower parts, then all upper parts."""
     row, rows = boxes[0], np.arange(axis.size)
     offset, shape, upper, size = boxes[1].copy(), boxes[2].copy(), boxes[1].copy(), boxes[2].copy()
     upper[rows, axis] = at
@@ -166,7 +171,10 @@ def _select(boxes: _Boxes, rows: Column) -> _Boxes:
 def _rest_of_box(
     row: Column, offset: Column, shape: Column, inner_offset: Column, inner_shape: Column
 ) -> list[tuple[Column, Column, Column]]:
-    """Return a box without an inner box: the slabs below and above the inner box, along one axis after the other."""
+    """Return the parts of boxes outside of their inner boxes: slabs below and above these, axis by axis.
+
+    Each item of the list has the slabs on one side of one axis: the rows of their boxes, their offsets and shapes.
+    """
     offset, end = offset.copy(), offset + shape
     inner_end = inner_offset + inner_shape
     slabs = []
@@ -194,13 +202,14 @@ def _in_order(row: Column, offset: Column, shape: Column) -> tuple[Column, Colum
 
 
 def flat_boxes(shape: Column, start: Column, stop: Column) -> tuple[Column, Column, Column, Column]:
-    """Return the boxes that make up flat ranges; at most ``2 * axes - 1`` a range, each contiguous in its range.
+    """Return the boxes that make up flat ranges, each of which is a slice of a row-major flattened box.
 
-    From the last axis to the first, a box takes the rest of the row that the range has reached, up to a whole row of
-    the axis before. Then, from the first axis to the last, a box takes the whole rows that fit before the range's end.
+    A range has at most ``2 * axes - 1`` boxes, each contiguous in the range. The first boxes complete, from the last
+    axis to the first, the row in which the range begins. The others take, from the first axis to the last, the whole
+    rows that fit before the range's end.
 
     Args:
-        shape: Shape of each flattened box, int64 (ranges, axes).
+        shape: Shape of each range's flattened box, int64 (ranges, axes).
         start: First element of each range in its flattened box, int64 (ranges,).
         stop: One past the last element, int64 (ranges,).
 
@@ -238,7 +247,11 @@ def flat_boxes(shape: Column, start: Column, stop: Column) -> tuple[Column, Colu
 def _axis_boxes(
     shape: Column, strides: Column, axis: int, rows: Column, begin: Column, until: Column, start: Column
 ) -> tuple[Column, Column, Column, Column]:
-    """Return boxes of size 1 along the axes before `axis`, and of full size along the axes after it."""
+    """Return, for each range, the box of its elements `begin` to ``until - 1``, counted in the flattened box.
+
+    Its size is 1 along the axes before `axis`, and full along the axes after it. The result has the columns of
+    `flat_boxes`.
+    """
     offset = begin[:, None] // strides % np.maximum(shape, 1)
     part = shape.copy()
     part[:, :axis] = 1
@@ -268,7 +281,7 @@ class AlignedBoxes:
         row: Row of the box that each piece comes from, int64 (pieces,).
         offset: Offset of each piece, int64 (pieces, axes).
         shape: Shape of each piece, int64 (pieces, axes).
-        number: Number shared by equal pieces, ascending without gaps, int64 (pieces,).
+        number: Index of each piece among the distinct pieces of all tensors, int64 (pieces,); equal pieces share it.
     """
 
     row: Column
@@ -281,7 +294,7 @@ def aligned_boxes(key: Column, offset: Column, shape: Column) -> AlignedBoxes:
     """Return boxes cut along the edges of the boxes that they overlap, until no edge is inside of a box.
 
     Args:
-        key: Number of each box's tensor, int64 (boxes,).
+        key: Index of the tensor that each box belongs to, int64 (boxes,).
         offset: Offset of each box, int64 (boxes, axes).
         shape: Shape of each box, without zeros, int64 (boxes, axes).
 
@@ -306,7 +319,10 @@ def aligned_boxes(key: Column, offset: Column, shape: Column) -> AlignedBoxes:
 
 
 def distinct_boxes(key: Column, offset: Column, shape: Column) -> tuple[Column, Column]:
-    """Return each row's index among the distinct boxes (by key, then coordinates), and one row of each distinct box."""
+    """Return each box's index among the distinct boxes, and one row of each distinct box.
+
+    Boxes are equal if key, offset and shape are; the distinct boxes are ordered by key, then offset, then shape.
+    """
     number, count = row_numbers((key, *offset.T, *shape.T))
     return number, first_rows(number, count)
 
@@ -324,7 +340,7 @@ def first_rows(number: Column, count: int) -> Column:
 
 
 def _cuts(key: Column, offset: Column, shape: Column) -> list[tuple[Column, Column]]:
-    """Return distinct (box, coordinate) columns for each axis: the edges at which overlapping boxes cut a box."""
+    """Return, for each axis, the edges of overlapping boxes inside a box, as columns of distinct (box, coordinate)."""
     left, right = overlapping_pairs(key, offset, shape, key, offset, shape)
     left, right = left[left != right], right[left != right]
     cuts = []
@@ -338,14 +354,18 @@ def _cuts(key: Column, offset: Column, shape: Column) -> list[tuple[Column, Colu
 
 
 def _cut_along(number: Column, offset: Column, shape: Column, box: Column, at: Column) -> tuple[Column, Column, Column]:
-    """Return the pieces of intervals: row, begin within the interval, and size of each.
+    """Return the pieces into which cuts divide the sides of boxes along one axis.
 
     Args:
-        number: Number of each row's box, int64 (rows,).
-        offset: Begin of each interval, int64 (rows,).
-        shape: Length of each interval, int64 (rows,).
+        number: Number of the box that has each side, int64 (sides,).
+        offset: Begin of each side, int64 (sides,).
+        shape: Length of each side, int64 (sides,).
         box: Number of the box that each cut divides, ascending, int64 (cuts,).
         at: Coordinate of each cut, ascending within a box, int64 (cuts,).
+
+    Returns:
+        ``(row, begin, size)``, int64 (pieces,) each: the row of each piece's side, its begin relative to that side, and
+        its length.
     """
     low, high = np.searchsorted(box, number, side="left"), np.searchsorted(box, number, side="right")
     pieces = high - low + 1
@@ -357,9 +377,9 @@ def _cut_along(number: Column, offset: Column, shape: Column, box: Column, at: C
 
 
 def grid_cells(key: Column, offset: Column, shape: Column) -> NDArray[np.float64]:
-    """Return the number of cells into which the edges of all boxes of one tensor cut each box, float64 (boxes,).
+    """Return the number of cells in each box if all edges of its tensor's boxes formed a grid, float64 (boxes,).
 
-    `aligned_boxes` cuts a box into at most as many pieces. The numbers are floats, since a product may exceed an int64.
+    `aligned_boxes` cuts a box into at most this many pieces. The numbers are floats, as a product may exceed an int64.
 
     Examples:
         >>> grid_cells(np.array([0, 0, 1]), np.array([[0], [2], [1]]), np.array([[4], [4], [1]])).tolist()

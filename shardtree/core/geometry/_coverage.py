@@ -35,7 +35,7 @@ def tiled_groups(group: Column, offset: Column, shape: Column, groups: int) -> N
     hash, so that boxes can't be chosen to fit them.
 
     Args:
-        group: Number of each box's group, from 0, int64 (boxes,).
+        group: Index of each box's group, int64 (boxes,).
         offset: Offset of each box, int64 (boxes, axes).
         shape: Shape of each box, int64 (boxes, axes); every box has elements.
         groups: Number of groups; those without boxes count as tiled.
@@ -71,7 +71,7 @@ def tiled_groups(group: Column, offset: Column, shape: Column, groups: int) -> N
 
 
 def _differing_axes(offset: Column, shape: Column) -> list[int]:
-    """Return the axes along which boxes differ, or all axes if they are few."""
+    """Return the axes along which the boxes' offsets or shapes differ, or all axes if there are at most four."""
     axes = range(offset.shape[1])
     if len(axes) <= _MOST_AXES:
         return list(axes)
@@ -83,7 +83,10 @@ def _seed(boxes: bytes, axis: int) -> np.uint64:
 
 
 def _weight(place: Column, seed: np.uint64) -> _Weights:
-    """Return the sum of the weights of all indices before a coordinate: the coordinate, mixed as in SplitMix64."""
+    """Return the sum of the weights of all indices below each coordinate of an axis.
+
+    This sum is a pseudorandom number, the coordinate mixed as in SplitMix64; it thus defines the weights themselves.
+    """
     weight = place.astype(np.uint64)
     weight += seed
     for shift, factor in _FACTORS:
@@ -105,12 +108,12 @@ _MOST_PAIRS = 1 << 18
 def shared_groups(group: Column, offset: Column, shape: Column) -> Column:
     """Return the groups in which two boxes share an element, ascending.
 
-    A group of many boxes is cut in two until each part is decided: either the boxes' volumes add up to more than the
-    smallest box around them, so that two boxes overlap, or the pairs are few enough to try. A million equal boxes
-    thus take no longer than a million that tile.
+    A group of many boxes is divided until the answer for each part is known: if the boxes' volumes add up to more than
+    that of the smallest box around them, two of them overlap; if few pairs of boxes remain, all are compared. A million
+    equal boxes thus take no longer than a million boxes that tile.
 
     Args:
-        group: Number of each box's group, from 0, int64 (boxes,).
+        group: Index of each box's group, int64 (boxes,).
         offset: Offset of each box, int64 (boxes, axes).
         shape: Shape of each box, int64 (boxes, axes).
 
@@ -141,7 +144,7 @@ def shared_groups(group: Column, offset: Column, shape: Column) -> Column:
 
 
 def _shared(begin: Column, end: Column) -> bool:
-    """Return whether any two of some boxes share an element; none of the boxes is empty."""
+    """Return whether any two of the boxes, which must not be empty, share an element."""
     if len(begin) < 2 or _overfull(begin, end):
         return len(begin) > 1
     crossings = [_crossings(begin[:, axis], end[:, axis]) for axis in range(begin.shape[1])]
@@ -160,19 +163,22 @@ def _shared(begin: Column, end: Column) -> bool:
 
 
 def _overfull(begin: Column, end: Column) -> bool:
-    """Return whether boxes hold more elements together than the smallest box around them."""
+    """Return whether the boxes' volumes clearly add up to more than that of the smallest box around them."""
     around = (end.max(axis=0) - begin.min(axis=0)).astype(np.float64).prod()
     # The margin allows for rounding, since these are sums of floats. Within it, comparing pairs decides.
     return bool((end - begin).astype(np.float64).prod(axis=1).sum() > around * 1.001)
 
 
 def _crossings(begin: Column, end: Column) -> int:
-    """Return the number of pairs of intervals that share a point."""
+    """Return the number of pairs of intervals that overlap."""
     return int(np.searchsorted(np.sort(begin), end, side="left").sum()) - len(begin) * (len(begin) + 1) // 2
 
 
 def _cut(begin: Column, end: Column) -> tuple[int, int] | None:
-    """Return the axis and coordinate of the cut that leaves the fewest boxes in the larger part; None if none helps."""
+    """Return the axis and coordinate at which to divide the boxes, so that the larger part has as few as possible.
+
+    Cuts are tried at the median edge of each axis. None is returned if every cut leaves all boxes in one part.
+    """
     best, most = None, len(begin)
     for axis in range(begin.shape[1]):
         at = int(np.median(np.concatenate([begin[:, axis], end[:, axis]])))
@@ -183,7 +189,7 @@ def _cut(begin: Column, end: Column) -> tuple[int, int] | None:
 
 
 def _any_pair_meets(begin: Column, end: Column, axis: int) -> bool:
-    """Return whether two boxes share an element, trying the pairs that overlap on one axis."""
+    """Return whether any two boxes share an element, by comparing the pairs that overlap along `axis`."""
     order = np.argsort(begin[:, axis], kind="stable")
     begin, end = begin[order], end[order]
     count = np.searchsorted(begin[:, axis], end[:, axis], side="left") - np.arange(len(begin)) - 1
@@ -219,8 +225,8 @@ _MOST_CELLS = 1 << 18
 def coverage_faults(offset: Column, shape: Column, whole: tuple[int, ...]) -> tuple[Boxes, Boxes]:
     """Return the parts of a region that no box covers, and the parts that several boxes cover, as boxes.
 
-    The boxes of each result are disjoint, and merged with their neighbours along the last axis first. Given boxes
-    outside of the region are ignored.
+    The boxes of each result are disjoint, and merged with their neighbours along the last axis first. Parts of the
+    given boxes that lie outside of the region are ignored.
 
     Args:
         offset: Offset of each box, int64 (boxes, axes).
@@ -242,7 +248,10 @@ def _as_boxes(begin: Column, end: Column) -> Boxes:
 
 
 def _faults_between(begin: Column, end: Column, low: Column, high: Column) -> tuple[Boxes, Boxes]:
-    """Return the begins and ends of missing and doubled boxes between two corners of the region."""
+    """Return the parts between two corners of the region that no box covers, and those that several boxes cover.
+
+    Boxes are given and returned by their begins and ends, int64 (boxes, axes) each.
+    """
     begin, end = np.maximum(begin, low), np.minimum(end, high)
     rows = np.flatnonzero((begin < end).all(axis=1))
     begin, end = begin[rows], end[rows]
@@ -279,7 +288,7 @@ def _concatenate(one: Boxes, other: Boxes) -> Boxes:
 
 
 def _cell_counts(begin: Column, end: Column, edges: list[Column]) -> Column:
-    """Return the number of boxes that cover each cell between the edges, as cumulative sums from the boxes' corners."""
+    """Return the number of boxes that cover each cell of the grid whose lines are `edges`."""
     count = np.zeros([len(places) for places in edges], dtype=np.int64)
     sides = [
         (np.searchsorted(places, begin[:, axis]), np.searchsorted(places, end[:, axis]))
@@ -303,7 +312,7 @@ def _cells_where(mask: np.ndarray, edges: list[Column]) -> Boxes:
 
 
 def _merge_neighbours(begin: Column, end: Column) -> Boxes:
-    """Return boxes merged with their neighbours, along the last axis first, in row-major order."""
+    """Merge boxes with their neighbours, along the last axis first, and return them in row-major order."""
     for axis in reversed(range(begin.shape[1])):
         others = np.delete(np.concatenate([begin, end], axis=1), [axis, begin.shape[1] + axis], axis=1)
         order = np.lexsort((begin[:, axis], *others.T))

@@ -1,4 +1,4 @@
-"""Cells of regular grids, narrowing, parts of one axis, and windows that tile a tensor."""
+"""Boxes as cells of regular grids, narrowed boxes, an axis cut into parts, and windows that tile a tensor."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _IRREGULAR = "Pass axis_fragmentations=None for an irregular grid."
 
 
 def grid_cell(subject: str, box: Shape, cuts: Iterable[Any]) -> tuple[Shape, Shape, Shape]:
-    """Return a grid's global shape, the offset of one cell, and the grid's number of pieces along each axis.
+    """Return the global shape of a regular grid, the offset of one cell, and the number of cells along each axis.
 
     Args:
-        subject: Subject of errors.
+        subject: Name of the tensor, for errors.
         box: Shape of the cell.
-        cuts: (axis, index, count) for each axis with more than one piece.
+        cuts: ``(axis, index, count)`` for each axis with several cells: the cell's index along it, and their number.
 
     Raises:
         MetadataError: An axis is repeated or out of range, or an index isn't below its count.
@@ -58,7 +58,7 @@ def _checked_cut(subject: str, rank: int, cut: Any) -> Shape:
 
 
 def check_ranks(subject: str, local_shape: Shape, global_shape: Shape, count: int) -> None:
-    """Raise MetadataError unless a local shape has the global shape's rank, `count` prepended axes included."""
+    """Raise MetadataError unless a local shape and `count` prepended axes have as many axes as the global shape."""
     if count < 0:
         fix = "Count the leading axes that data lacks."
         refuse(subject, "prepend_axis_num", count, "0 or more", fix, error=MetadataError)
@@ -69,7 +69,7 @@ def check_ranks(subject: str, local_shape: Shape, global_shape: Shape, count: in
 
 
 def check_lengths(subject: str, global_shape: Shape, offset: Shape, counts: Shape | None) -> None:
-    """Raise MetadataError unless there is one offset, and one number of pieces, for each global axis."""
+    """Raise MetadataError unless `offset` and `counts`, if it isn't None, have one number for each global axis."""
     for field, value in (("global_offset", offset), ("axis_fragmentations", counts)):
         if value is not None and len(value) != len(global_shape):
             expected, fix = f"{len(global_shape)} numbers, for global_shape {global_shape}", "Pass one for each axis."
@@ -77,7 +77,7 @@ def check_lengths(subject: str, global_shape: Shape, offset: Shape, counts: Shap
 
 
 def check_flat_range(subject: str, flat: slice, local_shape: Shape) -> None:
-    """Raise MetadataError unless a flat range lies in the flattened box."""
+    """Raise MetadataError if a flat range ends beyond the last element of the flattened box."""
     if flat.stop > prod(local_shape):
         expected = f"a range of the {prod(local_shape)} elements of local_shape {local_shape}"
         fix = "Pass the shape before flattening as local_shape."
@@ -85,7 +85,7 @@ def check_flat_range(subject: str, flat: slice, local_shape: Shape) -> None:
 
 
 def check_box(subject: str, box: Shape, offset: Shape, global_shape: Shape, *, may_leave: bool) -> None:
-    """Raise MetadataError unless a box lies in the global shape; with `may_leave`, only negative numbers raise."""
+    """Raise MetadataError for negative numbers and, unless `may_leave` is set, for a box beyond the global shape."""
     for field, value in (("local_shape", box), ("global_offset", offset), ("global_shape", global_shape)):
         if any(number < 0 for number in value):
             fix = "Count elements from the global tensor's beginning."
@@ -98,7 +98,7 @@ def check_box(subject: str, box: Shape, offset: Shape, global_shape: Shape, *, m
 
 
 def check_cell(subject: str, box: Shape, offset: Shape, counts: Shape) -> None:
-    """Raise MetadataError unless a box can be a cell of a regular grid."""
+    """Raise MetadataError unless a box can be a cell of a regular grid with `counts` cells along the axes."""
     if any(count < 1 for count in counts):
         refuse(subject, "axis_fragmentations", counts, "1 or more for each axis", _IRREGULAR, error=MetadataError)
     for axis, (size, first) in enumerate(zip(box, offset, strict=True)):
@@ -108,7 +108,7 @@ def check_cell(subject: str, box: Shape, offset: Shape, counts: Shape) -> None:
 
 
 def cell_index(subject: str, box: Shape, offset: Shape, counts: Shape | None) -> Shape:
-    """Return a cell's index in its grid; raises ShapeError if the offset doesn't determine it.
+    """Return a cell's index along each axis of its grid; raises ShapeError if the offset doesn't determine it.
 
     Examples:
         >>> cell_index("ShardedTensor 'w'", (4, 2), (12, 0), (8, 1))
@@ -126,9 +126,9 @@ def cell_index(subject: str, box: Shape, offset: Shape, counts: Shape | None) ->
 
 
 def cell_shape(subject: str, global_shape: Shape, counts: Shape, *, padded: bool) -> Shape:
-    """Return the shape of a grid's cells.
+    """Return the shape of the cells of a regular grid with `counts` cells along the axes.
 
-    An axis that isn't a multiple of its count is rounded down if the tensor is padded, and raises ShapeError otherwise.
+    A global size that isn't a multiple of its count is rounded down if `padded` is set; otherwise ShapeError is raised.
 
     Examples:
         >>> cell_shape("ShardedTensor 'w'", (32, 2), (8, 1), padded=False)
@@ -142,7 +142,10 @@ def cell_shape(subject: str, global_shape: Shape, counts: Shape, *, padded: bool
 
 
 def narrow_place(subject: str, shape: Shape, dim: int, start: int, length: int) -> tuple[int, int, int]:
-    """Return dim, start and length counted from the beginning; raises ShapeError if they exceed the shape.
+    """Return `dim`, `start` and `length` of a narrowing, with a negative `dim` or `start` counted from the beginning.
+
+    Raises:
+        ShapeError: They exceed the shape.
 
     Examples:
         >>> narrow_place("narrow 'w'", (4, 2), -2, -3, 2)
@@ -160,7 +163,15 @@ def narrow_place(subject: str, shape: Shape, dim: int, start: int, length: int) 
 
 
 def narrow_axis(subject: str, field: str, values: Shape, axis: int, size: int, length: int) -> Shape:
-    """Return a global shape or offset after each cell of a regular grid shrank from `size` to `length` along an axis.
+    """Return a global shape or offset after each cell of its regular grid was narrowed along an axis.
+
+    Args:
+        subject: Name of the operation and the tensor, for errors.
+        field: Name of the field that has the values, for errors.
+        values: Global shape or offset before the narrowing.
+        axis: Axis that is narrowed.
+        size: Size of the cells along the axis before.
+        length: Size of the cells along the axis afterwards.
 
     Examples:
         >>> narrow_axis("narrow 'w'", "global_shape", (32, 2), 0, 4, 1)
@@ -229,16 +240,16 @@ Spans = tuple[tuple[int, int], ...]
 
 
 def cut_spans(spans: Spans, parts: int, index: int, split_factor: int = 1) -> Spans:
-    """Return the part of some intervals that one of several holders gets.
+    """Cut the indices in some intervals of an axis into parts as torch shards an axis, and return one part.
 
-    The indices are divided into `split_factor` blocks, each block into `parts` pieces, and the part is piece `index`
-    of every block. Both divisions are those of `torch.chunk`: of n indices, each of m pieces has ceil(n / m) while
-    there are enough; the next piece has the rest, and later pieces have none.
+    The indices are divided into `split_factor` blocks and each block into `parts` pieces; the part consists of piece
+    `index` of every block. Both divisions are those of `torch.chunk`: of n indices, each of m pieces has ceil(n / m)
+    while there are enough; the next piece has the rest, and later pieces have none.
 
     Args:
         spans: Intervals to cut.
-        parts: Number of holders.
-        index: Number of the holder, from 0.
+        parts: Number of parts.
+        index: Index of the part, from 0.
         split_factor: Number of blocks; more than one interleaves the parts.
 
     Examples:
@@ -268,7 +279,7 @@ def _piece(length: int, parts: int, index: int) -> tuple[int, int]:
 
 
 def _between(spans: Spans, start: int, stop: int) -> Spans:
-    """Return the part of intervals between two positions, which count along the intervals."""
+    """Return the indices at positions `start` to ``stop - 1`` of the concatenated intervals, as intervals."""
     part, position = [], 0
     for begin, end in spans:
         low, high = max(start - position, 0), min(stop - position, end - begin)
@@ -294,7 +305,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def box_shape(shape: tuple[int, ...], most: int) -> tuple[int, ...]:
-    """Return the shape of the largest box that is contiguous in a row-major tensor, up to a number of elements.
+    """Return the shape of the largest box of at most `most` elements that is contiguous in a row-major tensor.
 
     Args:
         shape: Shape of the tensor.
@@ -349,7 +360,7 @@ def slabs(shape: tuple[int, ...], most: int) -> Iterator[Box]:
 
 
 def slices(offset: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:
-    """Return the index of a box in its tensor, as slices.
+    """Return the slices that index a box in its tensor.
 
     Examples:
         >>> slices((2, 0), (1, 4))

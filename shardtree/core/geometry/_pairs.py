@@ -1,4 +1,4 @@
-"""Overlapping boxes of two columns, found by sorting instead of trying all pairs."""
+"""Pairs of overlapping boxes from two columns of boxes, found by sorting instead of comparing all pairs."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _AT_ONCE = 1 << 15
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reach:
-    """The smallest box around the boxes of each group, one row a group.
+    """The bounding box of each group of boxes, one row a group.
 
     Attributes:
-        group: Number of the group, ascending, int64 (groups,).
+        group: Group number, ascending, int64 (groups,).
         low: Lower corner of the box, int64 (groups, axes).
         high: Upper corner of the box, exclusive, int64 (groups, axes).
         row: Row of one of the group's boxes, int64 (groups,).
@@ -60,16 +60,16 @@ def reach_of(group: Column, offset: Column, shape: Column) -> Reach:
 
 
 def rows_in_reach(reach: Reach, group: Column, offset: Column, shape: Column) -> tuple[Column, Column]:
-    """Return the boxes with an element in their group's bounding box, by group, and the groups' index in `reach`.
+    """Return the boxes that share an element with their group's bounding box, ordered by group.
 
     Args:
         reach: Bounding boxes of some groups.
-        group: Number of each box's group, int64 (boxes,).
+        group: Group number of each box, int64 (boxes,).
         offset: Offset of each box, int64 (boxes, axes).
         shape: Shape of each box, int64 (boxes, axes).
 
     Returns:
-        ``(rows, number)``: int64 (rows,) each; ``reach.group[number]`` is the group.
+        ``(rows, number)``, int64 (found,) each: the rows of these boxes, and the rows of their groups in `reach`.
 
     Examples:
         >>> reach = reach_of(np.array([4]), np.array([[0]]), np.array([[3]]))
@@ -111,7 +111,11 @@ def rows_with_elements(shape: Column) -> Column:
 
 
 def _group_runs(groups: Column, sorted_group: Column) -> Iterator[tuple[Column | slice, slice, Column]]:
-    """Yield some rows at a time (as a slice if consecutive), the slice of their groups, and the row count of each."""
+    """Yield the boxes of the groups in batches of bounded size: ``(rows, groups, count)``.
+
+    `rows` are the batch's positions in `sorted_group`, as a slice if they are consecutive, `groups` is a slice of the
+    argument `groups`, and `count` is each of these groups' number of boxes in the batch.
+    """
     first, last = (np.searchsorted(sorted_group, groups, side=side) for side in ("left", "right"))
     for low in range(int(first.min(initial=0)), int(last.max(initial=0)), _AT_ONCE):
         begin = int(np.searchsorted(last, low, side="right"))
@@ -126,7 +130,7 @@ def _group_runs(groups: Column, sorted_group: Column) -> Iterator[tuple[Column |
 
 
 def _meet(begin: Column, size: Column, low: Column, high: Column) -> NDArray[np.bool_]:
-    """Return whether each range overlaps the interval between two edges; an empty range does if it lies inside."""
+    """Return whether each range overlaps the interval from `low` to `high`; an empty range does if it lies inside."""
     end = begin.copy()  # contiguous memory compares faster than a strided column
     flags = end < high
     end += size
@@ -150,8 +154,8 @@ class GroupedBoxes:
     """Boxes in groups; none of them is empty.
 
     Attributes:
-        row: Number of each box, int64 (boxes,).
-        group: Number of each box's group, int64 (boxes,).
+        row: Row of each box in the caller's columns, int64 (boxes,).
+        group: Group number of each box, int64 (boxes,).
         offset: Offset of each box, int64 (boxes, axes).
         shape: Shape of each box, int64 (boxes, axes).
     """
@@ -165,19 +169,21 @@ class GroupedBoxes:
         return len(self.row)
 
     def interval(self, axis: Column) -> tuple[Column, Column]:
-        """Return the begin and the end of each box along the axis given for it, int64 (boxes,) each."""
+        """Return the begin and the end of each box along the axis that `axis` has for it, int64 (boxes,) each."""
         rows = np.arange(len(self))
         begin = self.offset[rows, axis]
         return begin, begin + self.shape[rows, axis]
 
 
 def in_slabs(left: GroupedBoxes, right: GroupedBoxes, axis: Column) -> tuple[GroupedBoxes, GroupedBoxes]:
-    """Return boxes grouped by slabs, each box once for every slab that it meets; boxes that overlap share a slab.
+    """Divide groups into slabs across an axis, and return the boxes with the slabs as their groups.
+
+    A box occurs once for each slab that it overlaps. Boxes of a group that overlap therefore share a slab.
 
     Args:
         left: Boxes with groups from 0.
         right: Boxes with groups from 0; each slab of a group but the first begins where one of these boxes does.
-        axis: Axis of each group that is divided into slabs, int64 (groups,).
+        axis: Axis across which each group is divided, int64 (groups,).
 
     Examples:
         >>> row, zero = np.arange(4), np.zeros(4, dtype=np.int64)
@@ -201,14 +207,17 @@ def in_slabs(left: GroupedBoxes, right: GroupedBoxes, axis: Column) -> tuple[Gro
 
 
 def _group_places(boxes: GroupedBoxes, axis: Column, places: Column) -> tuple[Column, Column]:
-    """Return the boxes' begins and ends as numbers that sort by group, then by coordinate (its index in `places`)."""
+    """Return the boxes' begins and ends as integers that sort by group, then by coordinate.
+
+    `places` lists all coordinates, ascending; a coordinate's index in it is part of the integer.
+    """
     begin, end = boxes.interval(axis[boxes.group])
     base = boxes.group * places.size
     return base + np.searchsorted(places, begin), base + np.searchsorted(places, end)
 
 
 def _spans(bounds: Column, begin: Column, end: Column) -> tuple[Column, Column]:
-    """Return the first slab of each interval, and the number of its slabs."""
+    """Return the first slab that each interval overlaps, and the number of slabs that it overlaps."""
     first = np.searchsorted(bounds, begin, side="right") - 1
     return first, np.searchsorted(bounds, end, side="left") - first
 
@@ -232,22 +241,22 @@ def overlapping_pairs(
     right_offset: Column,
     right_shape: Column,
 ) -> tuple[Column, Column]:
-    """Return the pairs of rows (left, right) of one group whose boxes share an element.
+    """Return the rows of all pairs of a left and a right box of the same group that share an element.
 
     Within each group, the right boxes are sorted along the axis with the most distinct begins. A left box's candidates
     are then one interval of the sorted right boxes, filtered by the other axes. If too many candidates remain,
     groups are first divided into slabs along another axis.
 
     Args:
-        left_group: Number of each left box's group (tensor), int64 (lefts,).
+        left_group: Group number of each left box, such as its tensor's index, int64 (lefts,).
         left_offset: Offset of each left box, int64 (lefts, axes).
         left_shape: Shape of each left box, int64 (lefts, axes).
-        right_group: Number of each right box's group, int64 (rights,).
+        right_group: Group number of each right box, int64 (rights,).
         right_offset: Offset of each right box, int64 (rights, axes).
         right_shape: Shape of each right box, int64 (rights, axes).
 
     Returns:
-        ``(left, right)``: row numbers, int64 (pairs,), ordered by left, then right.
+        ``(left, right)``: rows of the left and the right boxes, int64 (pairs,) each, ordered by left, then right.
 
     Examples:
         >>> group, shape = np.zeros(2, dtype=np.int64), np.array([[2, 4], [2, 4]])
@@ -276,7 +285,7 @@ def overlapping_pairs(
 
 
 def _in_groups(group: Column, offset: Column, shape: Column, groups: Column) -> GroupedBoxes:
-    """Return the boxes of some groups that have elements."""
+    """Return the nonempty boxes of the given groups."""
     rows = rows_with_elements(shape)
     own = group.take(rows)
     place = np.minimum(np.searchsorted(groups, own), groups.size - 1)
@@ -300,7 +309,7 @@ def _meets(
 
 
 def _few_pairs(left: GroupedBoxes, right: GroupedBoxes) -> tuple[Column, Column] | None:
-    """Return all pairs of each group; None if there are more than a few for each box."""
+    """Return the rows of all pairs in each group; None if there are more than two pairs per box on average."""
     order = np.argsort(right.group, kind="stable")
     groups = right.group[order]
     first = np.searchsorted(groups, left.group, side="left")
@@ -312,7 +321,7 @@ def _few_pairs(left: GroupedBoxes, right: GroupedBoxes) -> tuple[Column, Column]
 
 
 def _renumber(left: GroupedBoxes, right: GroupedBoxes) -> tuple[GroupedBoxes, GroupedBoxes]:
-    """Return the boxes of groups that both sides have, with groups renumbered from 0."""
+    """Return the boxes of the groups that occur on both sides, with the groups renumbered from 0."""
     both = np.sort(np.concatenate([distinct(left.group), distinct(right.group)]))
     groups = both[1:][both[1:] == both[:-1]]
     one, other = (_of_groups(side, groups) for side in (left, right))
@@ -326,7 +335,7 @@ def _of_groups(boxes: GroupedBoxes, groups: Column) -> GroupedBoxes:
 
 
 def _cut_into_slabs(left: GroupedBoxes, right: GroupedBoxes) -> tuple[GroupedBoxes, GroupedBoxes]:
-    """Return boxes divided into slabs until there are few enough candidates."""
+    """Return the boxes with groups divided into slabs along further axes, until the candidates are few enough."""
     for number in range(1, right.offset.shape[1]):
         _, _, counts = _candidate_runs(left, right)
         if counts.sum() <= _PLENTY * (len(left) + len(right)):
@@ -337,7 +346,7 @@ def _cut_into_slabs(left: GroupedBoxes, right: GroupedBoxes) -> tuple[GroupedBox
 
 
 def _candidates(left: GroupedBoxes, right: GroupedBoxes) -> tuple[Column, Column]:
-    """Return the pairs that overlap on their group's sorting axis."""
+    """Return the rows of the left and right boxes of a group that overlap along the group's first sorting axis."""
     order, first, counts = _candidate_runs(left, right)
     one, place = span_numbers(first, counts)
     other = order[place]
@@ -346,7 +355,12 @@ def _candidates(left: GroupedBoxes, right: GroupedBoxes) -> tuple[Column, Column
 
 
 def _candidate_runs(left: GroupedBoxes, right: GroupedBoxes) -> tuple[Column, Column, Column]:
-    """Return the order of right boxes along the sorting axes, and the interval of each left box's candidates."""
+    """Return each left box's candidates as a run of the right boxes, sorted along their group's first sorting axis.
+
+    Returns:
+        ``(order, first, count)``: the sorted right boxes, (rights,), and the first position and the length of each left
+        box's run in this order, (lefts,) each.
+    """
     if not len(left):
         return left.row, left.row, left.row
     axis = _sorting_axes(right)[0]
@@ -365,7 +379,7 @@ def _candidate_runs(left: GroupedBoxes, right: GroupedBoxes) -> tuple[Column, Co
 
 
 def _sorting_axes(boxes: GroupedBoxes) -> Column:
-    """Return the axes of each group, ordered by the number of distinct begins of its boxes, most first."""
+    """Return each group's axes, sorted by its boxes' number of distinct begins, most first, int64 (axes, groups)."""
     groups = int(boxes.group.max()) + 1
     axes = range(boxes.offset.shape[1])
     different = np.stack([_distinct(boxes.group, boxes.offset[:, axis], groups) for axis in axes])

@@ -1,4 +1,4 @@
-"""Shards of many ranks as columns, on which plans and integrity checks compute, and which ranks send each other."""
+"""Shards of many ranks as columns, the form in which plans and checks use them, and ranks send them to each other."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _Fields: TypeAlias = tuple[torch.dtype, tuple[int, ...], int]
 
 @dataclass(frozen=True, slots=True)
 class TensorKind:
-    """The properties of a global tensor that all its shards must agree on."""
+    """Dtype, global shape and number of prepended axes of a global tensor, on which all its shards must agree."""
 
     dtype: torch.dtype
     global_shape: tuple[int, ...]
@@ -37,8 +37,8 @@ class ShardColumns:
 
     Attributes:
         keys: Keys of the tensors, sorted, each once.
-        kinds: Kind of each key's tensor.
-        key: Number of each shard's key, int64 (shards,).
+        kinds: Dtype and shape of each key's tensor.
+        key: Index of each shard's key in `keys`, int64 (shards,).
         offset: Offset of each box, int64 (shards, axes), right-aligned, prepended axes included.
         shape: Shape of each box, int64 (shards, axes), 1 on prepended axes.
         start: First element of the flat range, -1 for a whole box, int64 (shards,).
@@ -68,7 +68,7 @@ class ShardColumns:
         return notebook_html(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return the packed form of columns for pickling, since ranks send them to each other."""
+        """Return a compact form for pickling, since ranks send columns to each other."""
         # Kinds are packed as columns too: pickled one by one, they would be most of the message.
         others = tuple(narrowed(getattr(self, name)) for name in ROWS)
         return _from_packed, (self.keys, packed_kinds(self.kinds), others)
@@ -96,9 +96,10 @@ _PackedKinds: TypeAlias = tuple[Column, tuple[torch.dtype, ...], Column, Column,
 
 
 def packed_kinds(kinds: Sequence[TensorKind]) -> _PackedKinds:
-    """Return kinds as columns: each key's index among the distinct kinds, then the fields of the distinct kinds.
+    """Return kinds as columns without repetitions: an index for each kind, and the fields of the distinct kinds.
 
-    The fields are dtype, number of axes, number of prepended axes, and global shape.
+    The index is that of the kind among the distinct ones. The fields follow in this order: dtypes, numbers of axes,
+    numbers of prepended axes, and global shapes.
 
     Examples:
         >>> kind = TensorKind(torch.float32, (4, 6), 0)
@@ -118,7 +119,7 @@ def packed_kinds(kinds: Sequence[TensorKind]) -> _PackedKinds:
 
 
 def unpacked_kinds(columns: _PackedKinds) -> tuple[TensorKind, ...]:
-    """Return the kinds of packed columns, with one object for all equal ones.
+    """Return the kinds from the columns of `packed_kinds`; equal kinds are the same object.
 
     Examples:
         >>> unpacked_kinds(packed_kinds([TensorKind(torch.float32, (4, 6), 0)]))
@@ -207,7 +208,7 @@ def _disagreement(shards: Sequence[ShardedTensor], rank: int) -> IntegrityError:
 
 
 def check_columns(doing: str, columns: object) -> None:
-    """Raise MetadataError unless a value is a `ShardColumns`; a tree isn't.
+    """Raise MetadataError unless an argument is a `ShardColumns`; callers may have passed a tree instead.
 
     Examples:
         >>> check_columns("access_problems", shard_columns([]))
@@ -217,7 +218,7 @@ def check_columns(doing: str, columns: object) -> None:
 
 
 def check_ranks_columns(doing: str, parts: object) -> None:
-    """Raise MetadataError unless a value is a list of columns, one for each rank.
+    """Raise MetadataError unless an argument is a sequence of `ShardColumns`, one for each rank.
 
     Examples:
         >>> check_ranks_columns("join_columns", [shard_columns([])])
@@ -228,7 +229,7 @@ def check_ranks_columns(doing: str, parts: object) -> None:
 
 
 def select_rows(columns: ShardColumns, rows: Column) -> ShardColumns:
-    """Return rows of columns, in the order of the given numbers; keys stay unchanged.
+    """Return columns with only the given rows, in this order; `keys` and `kinds` stay unchanged.
 
     Examples:
         >>> shards = [ShardedTensor.from_rank_offsets("w", torch.zeros(2), (0, part, 2)) for part in range(2)]
@@ -239,7 +240,7 @@ def select_rows(columns: ShardColumns, rows: Column) -> ShardColumns:
 
 
 def join_agreed(parts: Sequence[ShardColumns]) -> ShardColumns:
-    """Return several ranks' columns as one; the caller guarantees that they agree about their tensors."""
+    """Return several ranks' columns as one; the caller guarantees that the ranks agree about the tensors' kinds."""
     if len(parts) < 2:
         return parts[0] if parts else shard_columns([])
     keys, kinds, numbers = _joined_tables({part.keys: part.kinds for part in parts})
@@ -259,7 +260,14 @@ def join_agreed(parts: Sequence[ShardColumns]) -> ShardColumns:
 def _joined_tables(
     tables: dict[tuple[str, ...], tuple[TensorKind, ...]],
 ) -> tuple[tuple[str, ...], tuple[TensorKind, ...], dict[tuple[str, ...], Column]]:
-    """Return the union of tables: sorted keys, their kinds, and the numbers of each table's keys in the union."""
+    """Return the union of several ranks' keys and kinds.
+
+    Args:
+        tables: Dict from the keys of a rank's tensors to their kinds; ranks with the same keys share an item.
+
+    Returns:
+        The sorted keys, their kinds, and a dict from each item's keys to the indices of these among the sorted keys.
+    """
     if len(tables) == 1:  # the usual case: all ranks hold shards of the same tensors
         ((keys, kinds),) = tables.items()
         return keys, kinds, {keys: np.arange(len(keys))}
@@ -272,7 +280,7 @@ def _joined_tables(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BoxColumns:
-    """Shards divided into boxes, each of them contiguous within its shard.
+    """Shards divided into boxes, each contiguous within its shard.
 
     Attributes:
         shard: Row of the box's shard, int64 (boxes,).
@@ -288,7 +296,7 @@ class BoxColumns:
 
 
 def shard_boxes(offset: Column, shape: Column, start: Column, stop: Column) -> BoxColumns:
-    """Return the boxes that make up shards; one for a box shard, a few for a flat range.
+    """Return the boxes that make up shards: one for a shard that is a box, a few for a flat range.
 
     Args:
         offset: Offset of each shard, int64 (shards, axes).

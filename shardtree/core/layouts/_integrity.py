@@ -1,4 +1,4 @@
-"""Integrity: checks of all ranks' shards as a whole, and of their common states against each other."""
+"""Integrity checks: of all ranks' shards together, and of the ranks' common states against each other."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def join_checked(parts: Sequence[ShardColumns], objects: Sequence[ObjectColumns]
 def _join_and_check(
     parts: Sequence[ShardColumns], objects: Sequence[ObjectColumns]
 ) -> tuple[ShardColumns, tuple[Problem, ...]]:
-    """Return the shards of all tensors that ranks agree about, and all problems."""
+    """Join the ranks' shards of the tensors that they agree about, and return these and all problems."""
     problems = kind_problems(parts, objects)
     keys = {problem.key for problem in problems}
     # Without a common global shape there is nothing to tile: further problems of these keys would only repeat the
@@ -110,10 +110,10 @@ def _join_and_check(
 
 
 def access_problems(columns: ShardColumns) -> tuple[Problem, ...]:
-    """Return the problems of main replicas that don't tile their global tensors; empty if there are none.
+    """Return a problem for each part of a global tensor that has no main replica, or several.
 
-    There is a problem for each box with no main replica, or several. Each tensor has at most 20 problems, and one more
-    that counts the others.
+    Shards that reach beyond their global tensor are a problem too. If a tensor has more than 20 such parts, one more
+    problem counts the others.
 
     Args:
         columns: Shards of all ranks.
@@ -138,7 +138,7 @@ def access_problems(columns: ShardColumns) -> tuple[Problem, ...]:
 
 
 def _main_by_keys(columns: ShardColumns) -> Iterator[tuple[int, ShardColumns]]:
-    """Yield the main replicas of a bounded number of tensors, and the number of the first of these tensors."""
+    """Yield batches of main replicas: the index of a batch's first tensor, and the shards of consecutive tensors."""
     if len(columns) <= _MOST_ROWS:
         yield 0, select_rows(columns, np.flatnonzero(columns.main))
         return
@@ -154,7 +154,7 @@ def _main_by_keys(columns: ShardColumns) -> Iterator[tuple[int, ShardColumns]]:
 
 
 def write_problems(columns: ShardColumns) -> tuple[Problem, ...]:
-    """Return the problems of storing these shards in one checkpoint; gaps between them are allowed.
+    """Return the problems that prevent these shards from being stored in one checkpoint; gaps are allowed.
 
     Args:
         columns: Shards to write, main replicas or not.
@@ -170,7 +170,7 @@ def write_problems(columns: ShardColumns) -> tuple[Problem, ...]:
 
 
 def check_stored_shards(columns: ShardColumns) -> None:
-    """Raise if these shards can't be stored in one checkpoint; gaps between them are allowed.
+    """Raise unless these shards can be stored in one checkpoint; gaps between them are allowed.
 
     Raises:
         IntegrityError: Two shards hold the same element, or one exceeds its tensor's global shape.
@@ -238,7 +238,9 @@ def _overhanging(main: ShardColumns) -> tuple[Problem, ...]:
 
 
 def common_problems(commons: Sequence[Any] | Mapping[int, Any]) -> tuple[Problem, ...]:
-    """Return the paths at which ranks' common trees differ, with each value and its ranks; holes in dicts don't count.
+    """Return a problem for each path at which ranks' common trees differ, with each value and the ranks that have it.
+
+    Holes in dicts, which stand for shards, are ignored.
 
     Args:
         commons: Common tree of each rank: a mapping by rank, or a sequence that begins with rank 0.
@@ -266,7 +268,13 @@ def common_problems(commons: Sequence[Any] | Mapping[int, Any]) -> tuple[Problem
 
 
 def _values(trees: Mapping[int, Any], path: TreePath, ranks: Sequence[int]) -> str:
-    """Return each value at a path with its ranks, as text; `ranks` are the ranks that differ from the first."""
+    """Return each value at a path and the ranks that have it, as text.
+
+    Args:
+        trees: Tree of each rank.
+        path: Path at which the trees differ.
+        ranks: Ranks whose value differs from the first rank's.
+    """
     like_first = [rank for rank in trees if rank not in ranks]
     first = value_at(trees[like_first[0]], path)
     groups: dict[str, list[int]] = defaultdict(list)

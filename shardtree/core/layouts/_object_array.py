@@ -1,4 +1,4 @@
-"""ObjectArray: all values of a global array of objects, which rules take as their argument."""
+"""Global arrays of objects: arrays with all their values, rules that convert them, and arrays found among objects."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ObjectArray:
-    """All values of a global array of objects, stored or in memory.
+    """A global array of objects with all its values, stored or in memory; the argument of an `ObjectRule`.
 
     Attributes:
         key: Key of the array.
@@ -45,7 +45,7 @@ class ObjectArray:
         return cells_of(self.shape)
 
     def cell_text(self, position: int) -> str:
-        """Return the name of a cell in messages."""
+        """Return the name of the cell at a row-major position, for messages."""
         return f"{self.key!r} at {self.cells[position]}"
 
 
@@ -53,14 +53,14 @@ class ObjectRule(Protocol):
     """A pure function that converts an array of objects to another shape."""
 
     def __call__(self, array: ObjectArray, shape: Shape, /) -> Sequence[Any]:
-        """Return the values of an array of this shape, in row-major order.
+        """Return the values of the array converted to `shape`, in row-major order.
 
-        `HOLE` as a value leaves the target's object unchanged.
+        Where a value is `HOLE`, the target's object stays unchanged.
         """
 
 
 def apply_rule(array: ObjectArray, rule: ObjectRule, shape: Shape) -> Sequence[Any]:
-    """Return a rule's values for an array, after checking that there is one for each cell.
+    """Call a rule, and return its values after checking that there is one for each cell of the new shape.
 
     Args:
         array: All values of the source.
@@ -109,12 +109,12 @@ def cell_count(shape: Shape) -> int:
 
 
 def _number(cell: Shape, shape: Shape) -> int:
-    """Return the row-major index of a cell."""
+    """Return the row-major position of a cell."""
     return reduce(lambda number, axis: number * axis[1] + axis[0], zip(cell, shape, strict=True), 0)
 
 
 def _cell(number: int, shape: Shape) -> Shape:
-    """Return the cell at a row-major index; the shape may be too large for NumPy."""
+    """Return the cell at a row-major position; the shape may be too large for NumPy."""
     cell = []
     for size in reversed(shape):
         number, index = divmod(number, size)
@@ -127,11 +127,11 @@ def _cell(number: int, shape: Shape) -> Shape:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeldArrays:
-    """The arrays of one key, in most cases only one.
+    """The arrays that the objects of one key make up, in most cases only one.
 
     Attributes:
-        shapes: Complete shapes, by the shape that objects state; a stated shape may end in -1.
-        mains: Main replicas by complete shape, then by cell.
+        shapes: Complete shape for each shape that objects state; a stated shape may end in -1, an unknown size.
+        mains: Main replicas by their array's complete shape, then by cell.
     """
 
     shapes: dict[Shape, Shape] = field(default_factory=dict)
@@ -143,11 +143,11 @@ class HeldArrays:
         return tuple(dict.fromkeys(self.shapes.values()))
 
     def shape_as(self, shape: Shape) -> Shape | None:
-        """Return the complete shape for a stated shape; None if there is no such array."""
+        """Return the complete shape of the array with this stated or complete shape; None if there is no such array."""
         return self.shapes.get(shape, shape if shape in self.all_shapes else None)
 
     def whole(self, key: str, shape: Shape) -> ObjectArray:
-        """Return all values of the array of a complete shape.
+        """Return the array of a complete shape with all its values.
 
         Raises:
             IntegrityError: Cells have no main replica.
@@ -164,7 +164,9 @@ class HeldArrays:
 
 
 def held_arrays(objects: Iterable[ShardedObject]) -> Mapping[str, HeldArrays]:
-    """Return the arrays of objects, by key; the last object determines an unknown last size.
+    """Return the arrays that objects make up, by key.
+
+    If an array's last size is unknown (-1), the last object determines it.
 
     Raises:
         IntegrityError: A cell has two main replicas.
@@ -207,7 +209,7 @@ def own_copy(value: Any, what: str) -> Any:
     """Return a copy of a value that shares no mutable state with it.
 
     Args:
-        value: Value to copy; only a view's own elements are copied, not its tensor's whole storage.
+        value: Value to copy; only the elements of a tensor are copied, even if it is a view of a larger storage.
         what: Name of the value in messages.
 
     Raises:

@@ -1,4 +1,4 @@
-"""reshard_objects: arrays of objects converted from one shape to another."""
+"""`reshard_objects`: global arrays of objects converted from one shape to another by rules."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OBJECT_RULES = (
 
 @dataclass(frozen=True, slots=True)
 class ShapeChange:
-    """An array of objects that is requested in another shape than the stored one, which requires a rule.
+    """An array of objects that is requested in another shape than the stored one, so that a rule must convert it.
 
     Attributes:
         key: Key of the array.
@@ -40,7 +40,7 @@ class ShapeChange:
 
     @property
     def what(self) -> str:
-        """The stored and requested shapes."""
+        """The stored and requested shapes, as text."""
         return f"objects of shape {' and '.join(map(str, self.stored))}, asked for in shape {self.asked}"
 
 
@@ -57,8 +57,8 @@ def reshard_objects(
     Args:
         sources: Objects of all ranks; only main replicas count. Arrays without a target are ignored.
         targets: Objects with or without data; a target keeps its own data only where a rule returns `HOLE`.
-        rules: Rule of each pattern of keys; ``*`` matches one part between dots, ``**`` any number of them. The first
-            matching pattern counts.
+        rules: Dict from patterns of keys to rules; ``*`` matches one part between dots, ``**`` any number of them. The
+            first matching pattern counts.
 
     Returns:
         As many objects as targets, in their order.
@@ -100,7 +100,7 @@ def rules_by_key(doing: str, rules: Mapping[str, ObjectRule], keys: Iterable[str
 
     Args:
         doing: Name of the operation, for the error.
-        rules: Rule of each pattern.
+        rules: Dict from patterns of keys to rules.
         keys: Keys of all objects.
 
     Raises:
@@ -121,7 +121,7 @@ def rules_by_key(doing: str, rules: Mapping[str, ObjectRule], keys: Iterable[str
 
 
 def reshaped_arrays(arrays: Mapping[str, HeldArrays], targets: Iterable[ShardedObject]) -> tuple[ShapeChange, ...]:
-    """Return the arrays that targets request in a shape that the source lacks, each once.
+    """Return a `ShapeChange` for each array and shape that targets request but the source lacks.
 
     Args:
         arrays: Arrays of the source; targets with other keys are ignored.
@@ -160,14 +160,14 @@ def check_ruled(arrays: Iterable[ShapeChange], rules: Mapping[str, ObjectRule]) 
         raise IntegrityError(error_text(heading, offenders=lacking, fix=fix))
     unclear = [str(array) for array in arrays if len(array.stored) > 1 or min(array.asked, default=0) < 0]
     if unclear:
-        heading, fix = "objects change their shape, but one of the shapes is ambiguous", "Pass one complete shape."
+        heading, fix = "objects change their shape, but a shape is ambiguous", "Give each key one shape, without -1."
         raise IntegrityError(error_text(heading, offenders=unclear, fix=fix))
 
 
 def objects_by_rule(
     arrays: Mapping[str, HeldArrays], targets: Iterable[ShardedObject], rules: Mapping[str, ObjectRule]
 ) -> list[ShardedObject]:
-    """Return targets with their own copies of the data, converted by the key's rule where the shape changes.
+    """Return the targets with copies of the source's data; the key's rule converts an array if its shape changes.
 
     Args:
         arrays: Arrays of the source, by key; each target's key is among them.
@@ -205,7 +205,7 @@ _MISSING = object()
 
 
 def _values(arrays: HeldArrays, key: str, shape: Shape, rules: Mapping[str, ObjectRule]) -> Mapping[Shape, Any]:
-    """Return the values of an array in a shape, by cell: the source's own, or a rule's."""
+    """Return a key's values in a shape, by cell: stored values if the source has this shape, or else a rule's."""
     same = arrays.shape_as(shape)
     if same is not None:
         return {cell: item.data for cell, item in arrays.mains.get(same, {}).items()}

@@ -25,8 +25,8 @@ class ObjectColumns:
 
     Attributes:
         keys: Keys of the arrays, sorted; a key with several shapes appears once for each.
-        shapes: Global shape in objects for each of the keys.
-        key: Number of each object's array, int64 (objects,).
+        shapes: Global shape of each key's array, in objects.
+        key: Index of each object's array in `keys`, int64 (objects,).
         offset: Cell of each object, int64 (objects, axes), right-aligned.
         rank: Rank that holds the object, int64 (objects,).
         main: Whether the object is the main replica, bool (objects,).
@@ -72,7 +72,7 @@ def object_columns(objects: Sequence[ShardedObject], rank: int = 0) -> ObjectCol
 
 
 def join_objects(parts: Sequence[ObjectColumns]) -> ObjectColumns:
-    """Return several ranks' objects as one, rows in the same order.
+    """Return several ranks' objects as one `ObjectColumns`, rows in the same order.
 
     Examples:
         >>> objects = [ShardedObject("rng", None, (2,), (rank,)) for rank in range(2)]
@@ -147,7 +147,9 @@ ONE_KIND = (
 
 
 def kind_problems(parts: Sequence[ShardColumns], objects: Sequence[ObjectColumns] = ()) -> tuple[Problem, ...]:
-    """Return the keys that ranks disagree about, each with its kinds and their ranks.
+    """Return a problem for each key that ranks disagree about, with its different kinds and the ranks of each.
+
+    The kind of a tensor is its dtype, global shape and prepended axes; that of an array of objects is its shape.
 
     Args:
         parts: Shards of each rank.
@@ -182,7 +184,7 @@ def kind_problems(parts: Sequence[ShardColumns], objects: Sequence[ObjectColumns
 
 
 def _differing_keys(parts: Sequence[ShardColumns], objects: Sequence[ObjectColumns]) -> set[str]:
-    """Return the keys with more than one kind."""
+    """Return the keys that have more than one kind over all ranks."""
     same: dict[TensorKind, TensorKind] = {}
     kinds_of: dict[str, TensorKind | tuple[int, ...]] = {}
     wrong: set[str] = set()
@@ -199,7 +201,14 @@ _Kind = TypeVar("_Kind", bound=TensorKind | tuple[int, ...])
 
 
 def _compare(kinds_of: dict[str, Any], keys: tuple[str, ...], kinds: tuple[_Kind, ...], wrong: set[str]) -> None:
-    """Add the kinds of new keys to `kinds_of`, and known keys of another kind to `wrong`."""
+    """Compare one rank's kinds with those of earlier ranks.
+
+    Args:
+        kinds_of: First kind of each key so far; new keys are added.
+        keys: Keys of the rank.
+        kinds: Kind of each of these keys.
+        wrong: Keys with several kinds; keys whose kind differs from the first one are added.
+    """
     if not kinds_of and len(set(keys)) == len(keys):
         kinds_of.update(zip(keys, kinds, strict=True))
         return
@@ -218,7 +227,7 @@ def _intern(kinds: tuple[TensorKind, ...], same: dict[TensorKind, TensorKind]) -
 
 
 def _numbers_and_ranks(columns: ShardColumns | ObjectColumns, keys: Collection[str]) -> list[list[int]]:
-    """Return (number, rank) pairs of some keys: the key's number, and each rank with a shard or object of it."""
+    """Return distinct (number, rank) pairs for some keys: the key's index in the columns, and a rank that holds it."""
     mask = np.array([key in keys for key in columns.keys], dtype=np.bool_)
     rows = np.flatnonzero(mask[columns.key])
     pairs: list[list[int]] = np.unique(np.column_stack([columns.key[rows], columns.rank[rows]]), axis=0).tolist()
@@ -230,7 +239,7 @@ def _kind_text(columns: ShardColumns | ObjectColumns, number: int) -> str:
 
 
 def without_keys(columns: ShardColumns, keys: Collection[object]) -> ShardColumns:
-    """Return columns without the rows of some keys.
+    """Return columns without some keys and their shards.
 
     Examples:
         >>> import torch, shardtree as st

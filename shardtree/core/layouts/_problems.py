@@ -1,7 +1,7 @@
-"""Faults of layouts, as columns, and problems, which describe them in words.
+"""Faults of layouts as columns, and problems, which describe them in words.
 
-A fault is a box or a flat range, like a shard, with no main replica or several. A problem names the fault and the ranks
-that have elements in it.
+A fault is a box or flat range of a global tensor that has no main replica, or several. A problem describes a fault and
+the shards in it or next to it.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _ROUNDED = 2.0**62
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Faults:
-    """Boxes and flat ranges with no main replica, or several, one a row.
+    """Boxes and flat ranges of global tensors with no main replica, or several, one a row.
 
     Attributes:
-        key: Number of the tensor's key, ascending, int64 (faults,).
+        key: Index of the tensor's key in the shards' `keys`, ascending, int64 (faults,).
         offset: Offset of the box, int64 (faults, axes), right-aligned.
         shape: Shape of the box, int64 (faults, axes).
         start: First element of the flat range, -1 for a whole box, int64 (faults,).
@@ -48,10 +48,10 @@ class Faults:
 
 
 def sharding_faults(main: ShardColumns) -> Faults:
-    """Return all parts of tensors that don't belong to exactly one of the shards.
+    """Return the parts of global tensors that belong to none of the shards, or to several.
 
-    If a tensor has flat ranges, and their boxes are disjoint, its faults are flat ranges too, since its user computes
-    with flat ranges; otherwise its faults are boxes.
+    A fault is a box, unless the tensor has flat ranges whose boxes neither overlap other shards nor exceed the tensor.
+    Faults inside these boxes are then flat ranges, since the tensor's user computes with those.
 
     Args:
         main: Main replicas of all ranks.
@@ -67,7 +67,7 @@ def sharding_faults(main: ShardColumns) -> Faults:
 
 
 def doubled_faults(shards: ShardColumns) -> Faults:
-    """Return all parts of tensors that belong to more than one of the shards.
+    """Return the parts of global tensors that belong to more than one of the shards.
 
     Examples:
         >>> import torch, shardtree as st
@@ -106,7 +106,7 @@ def _faults(shards: ShardColumns, *, with_gaps: bool) -> Faults:
 
 
 def _are_whole(shards: ShardColumns, regions: Column) -> bool:
-    """Return whether each tensor is one whole shard, as in a single process: there is nothing to compare."""
+    """Return whether each tensor is a single whole shard, as in one process, so that there can be no faults."""
     if len(shards) != len(shards.keys) or shards.offset.any() or (shards.start >= 0).any():
         return False
     is_held = np.bincount(shards.key, minlength=len(shards)) == 1
@@ -114,7 +114,10 @@ def _are_whole(shards: ShardColumns, regions: Column) -> bool:
 
 
 def _flat_areas(shards: ShardColumns) -> tuple[ShardColumns, Column]:
-    """Return the boxes that are flattened, one a row, and the row of each shard's box; -1 if the shard isn't flat."""
+    """Return the distinct areas, the boxes that flat shards are ranges of, and the row of each shard's area.
+
+    A shard that is a box has the row -1.
+    """
     flat = np.flatnonzero(shards.start >= 0)
     boxes = np.column_stack([shards.key[flat], shards.offset[flat], shards.shape[flat]])
     _, first, number = np.unique(boxes, axis=0, return_index=True, return_inverse=True)
@@ -124,7 +127,10 @@ def _flat_areas(shards: ShardColumns) -> tuple[ShardColumns, Column]:
 
 
 def _reported_in_ranges(shards: ShardColumns, areas: ShardColumns, regions: Column) -> Mask:
-    """Return whether each tensor's faults are flat ranges: it has flat shards, and boxes are disjoint and inside it."""
+    """Return for each tensor whether its faults are reported as flat ranges, bool (keys,).
+
+    This requires that it has flat shards, and that their areas and its other shards lie inside it without overlaps.
+    """
     in_ranges = np.zeros(len(shards.keys), dtype=np.bool_)
     if not areas.key.size:
         return in_ranges
@@ -142,7 +148,10 @@ def _reported_in_ranges(shards: ShardColumns, areas: ShardColumns, regions: Colu
 
 
 def _boxes(shards: ShardColumns, areas: ShardColumns, in_ranges: Mask) -> tuple[Column, Column, Column]:
-    """Return the boxes of all shards; flat ranges that are reported as such are replaced by the boxes around them."""
+    """Return the boxes of all shards: their keys, offsets and shapes.
+
+    Where faults are reported as flat ranges, each area replaces the boxes of its flat shards.
+    """
     rows = np.flatnonzero((shards.start < 0) | ~in_ranges[shards.key])
     others = select_rows(shards, rows)
     boxes = shard_boxes(others.offset, others.shape, others.start, others.stop)
@@ -155,7 +164,10 @@ def _boxes(shards: ShardColumns, areas: ShardColumns, in_ranges: Mask) -> tuple[
 
 
 def _box_faults(group: Column, offset: Column, shape: Column, regions: Column, *, with_gaps: bool) -> Faults:
-    """Return the parts of each region that the boxes of its group don't tile."""
+    """Return the parts of each region that several boxes of its group cover.
+
+    If `with_gaps` is set, parts that no box covers are included.
+    """
     sizes = _sizes(regions)
     offset, shape = _clipped(group, offset, shape, regions)
     # One vectorised pass finds the groups with faults. Only those are carved up box by box, to locate the faults.
@@ -177,7 +189,7 @@ def _box_faults(group: Column, offset: Column, shape: Column, regions: Column, *
 
 
 def _clipped(group: Column, offset: Column, shape: Column, regions: Column) -> tuple[Column, Column]:
-    """Return boxes without the parts beyond their regions."""
+    """Return the offsets and shapes of boxes without the parts beyond their regions."""
     whole = regions.take(group, axis=0)
     begin = np.minimum(offset, whole)
     return begin, np.minimum(offset + shape, whole) - begin
@@ -199,7 +211,7 @@ def _whole_boxes(key: int, offset: Column, shape: Column, *, doubled: bool) -> F
 
 
 def join_faults(found: list[Faults]) -> Faults:
-    """Return several lists of faults as one, sorted by key; the order within a key is kept."""
+    """Return several `Faults` as one, sorted by key; the order within a key is kept."""
     together = geometry.joined_rows(found)
     return geometry.rows_of(together, np.argsort(together.key, kind="stable"))
 
@@ -209,7 +221,7 @@ def join_faults(found: list[Faults]) -> Faults:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A problem of a layout: of the way in which ranks share a state.
+    """A problem in a layout, the distribution of tensors, objects and common values over ranks.
 
     Attributes:
         key: Key of the tensor or object, or path of a common value.
@@ -276,7 +288,7 @@ _FIXES = {
 
 
 def fault_problems(columns: ShardColumns, faults: Faults, noun: str) -> tuple[Problem, ...]:
-    """Return faults as problems: the first 20 of each key, and one that counts the others.
+    """Return a problem for each of the first 20 faults of a key, and one that counts the others.
 
     Args:
         columns: All shards, replicas included.
@@ -326,7 +338,11 @@ def _problem(shards: ShardColumns, faults: Faults, row: int, held: tuple[str, Co
 
 
 def _holders(shards: ShardColumns, faults: Faults) -> list[tuple[str, Column]]:
-    """Return (relation, shards) of each fault: the shards in it, or else the shards next to it."""
+    """Return the shards to name in each fault's problem, after the text that introduces them.
+
+    For several main replicas these are the main replicas. For none they are other replicas in the fault, or else the
+    main replicas next to it, if there are any.
+    """
     mains, others = np.flatnonzero(shards.main), np.flatnonzero(~shards.main)
     doubled, gaps = np.flatnonzero(faults.doubled), np.flatnonzero(~faults.doubled)
     relations = [(_NO_RANK, np.zeros(0, dtype=np.int64))] * len(faults)
@@ -342,7 +358,7 @@ def _holders(shards: ShardColumns, faults: Faults) -> list[tuple[str, Column]]:
 
 
 def _within_reach(shards: ShardColumns, faults: Faults, *, reach: int) -> Iterator[tuple[int, Column]]:
-    """Yield the faults near shards, each with the rows of the shards within `reach` elements of the fault."""
+    """Yield the row of each fault that has shards within `reach` elements along each axis, and these shards' rows."""
     places = shard_boxes(faults.offset, faults.shape, faults.start, faults.stop)
     boxes = shard_boxes(shards.offset, shards.shape, shards.start, shards.stop)
     fault, box = geometry.overlapping_pairs(
@@ -359,6 +375,6 @@ def _within_reach(shards: ShardColumns, faults: Faults, *, reach: int) -> Iterat
 
 
 def _place(places: ShardColumns | Faults, row: int, axes: int) -> tuple[tuple[slice, ...], slice | None]:
-    """Return a row's box, without the axes that widening added, and its flat range."""
+    """Return the box in a row, without padding on the left, and its flat range; None for a whole box."""
     start, stop = int(places.start[row]), int(places.stop[row])
     return geometry.box_slices(places.offset[row], places.shape[row], axes), None if start < 0 else slice(start, stop)

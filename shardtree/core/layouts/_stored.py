@@ -1,4 +1,4 @@
-"""Layouts of stored tensors: their grids, derived from chunks, and the files of their parts."""
+"""Layouts of stored tensors: the files that hold their chunks, and the grids that the chunks form."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from ._columns import ShardColumns
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class StoredLayout:
-    """The parts of a stored tensor by file, as recorded in a checkpoint's index.
+    """Chunks of stored tensors and the files that hold them, as recorded in a checkpoint's index.
 
     Attributes:
-        columns: Chunks of one tensor, one a row; `rank` is the number of the file.
+        columns: Chunks, one a row; `rank` is the index of a chunk's file in `files`.
         files: Names of the files in the checkpoint.
     """
 
@@ -45,8 +45,9 @@ class Grid:
     """The division of one tensor into chunks.
 
     Attributes:
-        kind: "empty", "whole", "regular", "uneven", "irregular" or "flat".
-        counts: Number of pieces along each axis; () if the chunks form no grid.
+        kind: "empty" without chunks, "whole" for a single one, "regular" or "uneven" for a grid of equal or unequal
+            cells, "irregular" for boxes that form no grid, "flat" for flat ranges of boxes.
+        counts: Number of chunks along each axis; () if they form no grid.
         chunks: Number of chunks.
     """
 
@@ -62,7 +63,7 @@ def chunk_grids(key: Column, offset: Column, shape: Column, start: Column, axes:
     intervals.
 
     Args:
-        key: Number of each chunk's tensor, ascending, int64 (chunks,).
+        key: Index of each chunk's tensor, ascending, int64 (chunks,).
         offset: Offset of each chunk, right-aligned, int64 (chunks, axes).
         shape: Shape of each chunk, right-aligned, int64 (chunks, axes).
         start: First element of a flat range, -1 for a whole box, int64 (chunks,).

@@ -1,4 +1,4 @@
-"""A tensor's bits: as integers, which torch can copy for every dtype, and as bytes in row-major order."""
+"""A tensor's bits, viewed as integers, which torch can copy on every device, or as bytes in row-major order."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def as_integers(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view of a tensor's bits as integers of the same size; torch can join and copy integers on every device.
+    """Return a view of a tensor's bits as integers of the same size, which torch can join and copy on every device.
 
-    Elements of 16 bytes stay unchanged.
+    A tensor with elements of 16 bytes keeps its dtype.
 
     Examples:
         >>> as_integers(torch.tensor([1.0, -0.0]))

@@ -1,4 +1,4 @@
-"""Computed sources: elementwise arithmetic and products of matrices, window by window; functions of whole tensors."""
+"""Sources of lazy tensors that are computed: elementwise functions, matrix products, functions of whole tensors."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def arithmetic(
     dtype: torch.dtype,
     name: str,
 ) -> Boxwise:
-    """Return the source of a sum, difference, product or quotient of elements, or their negative.
+    """Return a source that computes an elementwise sum, difference, product, quotient or negative.
 
     Args:
         function: Function of the operands and options.
         operands: Sources of one shape, and scalars.
-        options: Keywords of the function.
+        options: Keyword arguments of the function.
         shape: Shape of the sources and the result.
         dtype: Dtype of the result.
         name: Name for errors and ``repr``.
@@ -50,12 +50,13 @@ def arithmetic(
 
 
 def mapped(function: Callable[..., torch.Tensor], lazies: Sequence[Source], dtype: torch.dtype, name: str) -> Boxwise:
-    """Return the source of a caller's function of each element.
+    """Return a source that computes a caller's elementwise function.
 
-    The function is tested on the first window that is read, and on later windows for which it can test more elements.
+    The first window that is read tests whether the function is elementwise, and so does a later window if more of its
+    elements can be tested.
 
     Args:
-        function: Function of tensors of one axis.
+        function: Function from 1-D tensors to a 1-D tensor.
         lazies: Operands, of one shape.
         dtype: Dtype of the result.
         name: Name for errors and ``repr``.
@@ -86,7 +87,7 @@ def _by_windows(
     name: str,
     identify: Identify,
 ) -> Boxwise:
-    """Return the source of an elementwise computation, one window of a box at a time."""
+    """Return a source that computes each box elementwise, one window of the box at a time to bound the memory."""
     sources = [value for value in operands if _is_source(value)]
     most = max(1, limits.COMPUTED_BYTES // (dtype.itemsize + sum(source.dtype.itemsize for source in sources)))
 
@@ -114,11 +115,11 @@ def _is_source(operand: Any) -> bool:
 
 
 def _unknown() -> None:
-    """Return no identity, since a caller's function has none."""
+    """Return None as a source's identity, since the results of a caller's function can't be identified."""
 
 
 def scalar_text(value: Any) -> str:
-    """Return the type and all digits of a number, a 0-dim tensor or an option; torch's own text shows only four.
+    """Return the type and value of a number, a 0-dim tensor or an option as text, with all digits.
 
     Examples:
         >>> scalar_text(0.5), scalar_text(torch.tensor(2, dtype=torch.int8))
@@ -128,7 +129,7 @@ def scalar_text(value: Any) -> str:
 
 
 def check_kind(result: Any, shape: Shape | None, dtype: torch.dtype | None) -> None:
-    """Raise unless a function returned a tensor of the expected shape and dtype, if these are known.
+    """Raise unless a function's result is a tensor of the expected shape and dtype; None accepts any.
 
     Raises:
         UnsupportedValue: The result is another value.
@@ -178,7 +179,7 @@ def check_elementwise(function: Callable[..., Any], values: Sequence[torch.Tenso
 
 
 def elements_tested(values: Sequence[torch.Tensor]) -> int:
-    """Return the number of elements that a test of a window uses; 0 if each operand's elements are all equal there.
+    """Return the number of elements that `check_elementwise` would test; 0 if the elements of each operand are equal.
 
     Examples:
         >>> elements_tested([torch.tensor([3.0, 4.0])]), elements_tested([torch.zeros(2)])
@@ -190,14 +191,14 @@ def elements_tested(values: Sequence[torch.Tensor]) -> int:
 
 
 def _sample(value: torch.Tensor) -> torch.Tensor:
-    """Return some elements of a window, with two axes if the window has two or more."""
+    """Return at most 16,384 elements of a window to test with, as a matrix if the window has two axes or more."""
     if value.ndim < 2:
         return value.reshape(-1)[:16_384]
     return value.reshape(-1, value.shape[-1])[:128, :128]
 
 
 def _result(function: Callable[..., Any], values: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return a function's result for tensors, which are passed along one axis, padded to whole vectors."""
+    """Call a function with tensors flattened and padded to whole vectors, and return its result in their shape."""
     flat = [whole_vectors(value.reshape(-1)) for value in values]
     result = function(*flat)
     check_kind(result, tuple(flat[0].shape), None)
@@ -211,7 +212,7 @@ def _not_elementwise(how: str) -> UnsupportedValue:
 
 
 def product(left: Source, right: Source) -> Boxwise:
-    """Return the source of the product of two matrices, (M, K) and (K, N), computed in blocks of rows by columns.
+    """Return a source that computes the product of two matrices, (M, K) and (K, N), block by block.
 
     The grid of blocks doesn't depend on the box that is read, so each element always has the same bits. If one block
     holds the whole product, the bits are those of ``torch.matmul``. Otherwise sums may be rounded differently: the
@@ -252,7 +253,14 @@ def product(left: Source, right: Source) -> Boxwise:
 
 
 def _spans(start: int, count: int, step: int, length: int) -> Iterator[tuple[int, int]]:
-    """Yield begin and length of the grid's intervals that overlap a range; the grid's last interval may be shorter."""
+    """Yield the begin and length of each block along an axis that overlaps a range of indices.
+
+    Args:
+        start: First index of the range.
+        count: Number of indices in the range.
+        step: Length of the blocks; the axis's last block may be shorter.
+        length: Length of the axis.
+    """
     first = start // step * step
     return ((low, min(step, length - low)) for low in range(first, start + count, step))
 
@@ -260,7 +268,7 @@ def _spans(start: int, count: int, step: int, length: int) -> Iterator[tuple[int
 def of_whole(
     function: Callable[[torch.Tensor], torch.Tensor], operand: Source, shape: Shape, dtype: torch.dtype
 ) -> Boxwise:
-    """Return the source of a caller's function of a whole tensor, such as a row of means, computed at the first read.
+    """Return a source that computes a caller's function of a whole tensor, such as its row means, at the first read.
 
     Args:
         function: Function from all of the operand's elements to a tensor of `shape` and `dtype`.

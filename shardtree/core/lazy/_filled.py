@@ -1,4 +1,4 @@
-"""Memory that is only filled: while a load builds its target, the elements of its tensors must not be read."""
+"""Tensors that are only memory to fill: while a load builds its target, the elements of tensors must not be read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _is_filled: ContextVar[bool] = ContextVar("is_filled", default=False)
 
 @contextmanager
 def only_filled() -> Iterator[None]:
-    """Declare to functions that this thread calls in the block: tensors are memory to fill, not elements to read.
+    """Return a context in which tensors are only memory to fill: in this thread `has_no_elements` is then always true.
 
     Examples:
         >>> with only_filled():
@@ -31,7 +31,7 @@ def only_filled() -> Iterator[None]:
 
 
 def has_no_elements(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor has no elements to compute with: it is only filled, or on torch's meta device.
+    """Return whether a tensor's elements must not be read: it is on the meta device, or inside of `only_filled`.
 
     Examples:
         >>> has_no_elements(torch.zeros(2)), has_no_elements(torch.zeros(2, device="meta"))
@@ -41,7 +41,7 @@ def has_no_elements(tensor: torch.Tensor) -> bool:
 
 
 def memory_beside(data: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Return new memory on a tensor's device, for values computed from it.
+    """Return uninitialised memory on the device of `data`, for values computed from it.
 
     Examples:
         >>> memory_beside(torch.zeros(2, device="meta"), (3,), torch.bfloat16)

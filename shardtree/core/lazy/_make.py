@@ -18,7 +18,7 @@ from ._tensor import LazyTensor, of_source
 
 
 def stored(read_box: ReadBox, shape: Sequence[int], dtype: torch.dtype, *, name: str) -> LazyTensor:
-    """Return a lazy tensor whose boxes a function reads.
+    """Return a lazy tensor that calls a function to read its boxes.
 
     Args:
         read_box: Function from a box's offset and shape, both (dims,), to its elements: a new tensor that the caller
@@ -84,12 +84,12 @@ def lazy_map(function: Callable[..., torch.Tensor], *lazies: LazyTensor) -> Lazy
 def computed(
     function: Callable[[torch.Tensor], torch.Tensor], data: Any, shape: Sequence[int], dtype: torch.dtype
 ) -> Any:
-    """Return a function's result for a shard's data of any kind, for use in your own lenses.
+    """Return a function's result for the data of a shard, lazy or not, for use in your own lenses.
 
     The result for a lazy tensor is lazy: the function is called once, at the first read, with all elements. It may
     therefore use operations that lazy tensors don't record (a maximum, quantising), at the cost of one whole tensor in
-    memory at a time. If the data is on the meta device, or only memory to fill, as while a load builds its target, the
-    function isn't called, and the result is uninitialised memory.
+    memory at a time. The function isn't called for data on the meta device, or while a load builds its target, whose
+    tensors are only memory to fill; the result is then uninitialised memory.
 
     Args:
         function: Pure function from a tensor to a tensor of the given shape and dtype.
@@ -128,7 +128,7 @@ def frozen_values(kind: type[Value], count: int, columns: Mapping[str, Iterable[
     Args:
         kind: Class of the instances.
         count: Number of instances.
-        columns: Values of all instances for each slot, at least `count`; they aren't checked.
+        columns: Values of each slot by its name, at least one for each instance; they aren't checked.
 
     Examples:
         >>> from shardtree.core.lazy import Fetch
@@ -147,11 +147,11 @@ def frozen_values(kind: type[Value], count: int, columns: Mapping[str, Iterable[
 def stored_each(
     readers: Iterable[ReadBox], shapes: Sequence[Shape], dtypes: Iterable[torch.dtype], names: Iterable[str]
 ) -> list[LazyTensor]:
-    """Return the result of `stored` for each row, without its checks: shapes must be tuples of ints of at least 0.
+    """Return many lazy tensors as `stored` makes them, but without its checks.
 
     Args:
         readers: Function that reads boxes, for each tensor.
-        shapes: Shape of each tensor.
+        shapes: Shape of each tensor, a tuple of ints of at least 0.
         dtypes: Dtype of each tensor.
         names: Name of each tensor, for errors and ``repr``.
     """

@@ -63,7 +63,7 @@ _FIX = """Call read() first, and apply the operation to the result.
 
 
 def refusal(name: str, operation: str, why: str = "isn't recorded") -> UnsupportedValue:
-    """Return the error for an operation that needs elements.
+    """Return the error for an operation that a lazy tensor refuses.
 
     Examples:
         >>> print(refusal("w", "add"))  # doctest: +ELLIPSIS
@@ -75,7 +75,7 @@ def refusal(name: str, operation: str, why: str = "isn't recorded") -> Unsupport
 
 
 def refusing_operators(cls: Class) -> Class:
-    """Return the class with refusals for Python operators that need elements, since these bypass ``__getattr__``."""
+    """Add methods that refuse operators on elements to a class; ``__getattr__`` can't, since operators bypass it."""
     for word in _OPERATORS:
         setattr(cls, f"__{word}__", _refuser(f"__{word}__"))
     return cls
@@ -90,7 +90,7 @@ def _refuser(operation: str) -> Callable[..., Any]:
 
 
 def is_view(result: torch.Tensor, operand: torch.Tensor) -> bool:
-    """Return whether an operation's result is a view of its operand; a result without elements counts as one."""
+    """Return whether an operation's result is a view of its operand; an empty result counts as a view."""
     # Storages are compared, since meta tensors have no addresses.
     return not result.numel() or result.untyped_storage()._cdata == operand.untyped_storage()._cdata
 
@@ -120,7 +120,7 @@ def _is_int(value: Any) -> bool:
 def requested_dtype(
     name: str, operation: str, args: Sequence[object], kwargs: Mapping[str, object]
 ) -> torch.dtype | None:
-    """Return the dtype that an operation casts to; None if it changes nothing.
+    """Return the dtype that an operation casts a lazy tensor to; None if the operation leaves the tensor unchanged.
 
     Raises:
         UnsupportedValue: The operation isn't a cast, or names a device other than the CPU, or an unsupported option.

@@ -20,7 +20,7 @@ Shape = tuple[int, ...]
 
 
 class Strided(NamedTuple):
-    """A view's elements in the flat tensor: element ``i`` is at ``offset + sum(i * stride)``."""
+    """A strided view of a flattened tensor: the element with indices ``i`` is at ``offset + sum(i * stride)``."""
 
     offset: int
     size: tuple[int, ...]
@@ -28,7 +28,7 @@ class Strided(NamedTuple):
 
 
 class Box(NamedTuple):
-    """A rectangle of indices [offset, offset + shape)."""
+    """A box of indices of a tensor, [offset, offset + shape) along each axis."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -36,7 +36,7 @@ class Box(NamedTuple):
 
 @lru_cache(maxsize=1024)  # each read needs it, for few shapes
 def dense(shape: Shape) -> Strided:
-    """Return the view of a whole dense tensor; its strides, in elements, are those of the tensor.
+    """Return the view of a whole dense row-major tensor of this shape.
 
     Examples:
         >>> dense((4, 6)), dense(())
@@ -47,7 +47,7 @@ def dense(shape: Shape) -> Strided:
 
 
 def narrow(view: Strided, box: Box) -> Strided:
-    """Return the part of a view at a box of its indices.
+    """Return the part of a view whose indices are in a box.
 
     Examples:
         >>> narrow(dense((4, 6)), Box((1, 2), (2, 3)))
@@ -57,7 +57,7 @@ def narrow(view: Strided, box: Box) -> Strided:
 
 
 def covering(view: Strided, shape: Shape) -> tuple[Box, Strided]:
-    """Return the box of a dense tensor that holds a view's elements, and the same view relative to that box.
+    """Return a box of a dense tensor that contains a view's elements, and the same view as a view of that box.
 
     Each stride is decomposed into the tensor's own strides, so that it becomes a step along some dimensions. Steps may
     run over the end of a dimension that a reshape merged into the dimension before. The box then includes the whole of
@@ -92,7 +92,10 @@ def covering(view: Strided, shape: Shape) -> tuple[Box, Strided]:
 
 
 def _box(start: Shape, spans: Sequence[int], shape: Shape) -> Box:
-    """Return the box from a first index and extents; a dimension's overflow is carried to the dimension before."""
+    """Return the box that begins at `start` and extends by `spans`.
+
+    If it runs over the end of a dimension, it takes the whole dimension, and further indices of the dimension before.
+    """
     carry = 0
     ranges: list[tuple[int, int]] = []
     for dim in reversed(_dims(shape)):
@@ -103,7 +106,7 @@ def _box(start: Shape, spans: Sequence[int], shape: Shape) -> Box:
 
 
 def _steps(flat: int, strides: Shape) -> Shape:
-    """Return a flat distance as one distance along each dimension."""
+    """Return a distance in the flattened tensor as one distance along each dimension."""
     steps = []
     for stride in strides:
         step, flat = divmod(flat, stride)
@@ -125,7 +128,7 @@ ReadBox = Callable[[Shape, Shape], torch.Tensor]
 
 
 class Fetch(NamedTuple):
-    """A box of a stored tensor that a read fetches."""
+    """A box of the stored tensor `name` that a read fetches."""
 
     name: str
     dtype: torch.dtype
@@ -139,7 +142,7 @@ class Fetch(NamedTuple):
 
 
 class Source(Protocol):
-    """A dense row-major tensor that reads any of its boxes. Lazy tensors are sources too."""
+    """A dense row-major tensor that can read any box of its elements. Lazy tensors are sources too."""
 
     @property
     def name(self) -> str: ...
@@ -155,13 +158,13 @@ class Source(Protocol):
         ...
 
     def box_fetches(self, offset: Shape, shape: Shape) -> Iterator[Fetch]:
-        """Yield the boxes that reading this box would fetch from storage, in that order."""
+        """Yield the boxes that reading this box would fetch from storage, in the order of the reads."""
         ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stored:
-    """A tensor in storage, with a function from (offset, shape) to a new tensor that reads it."""
+    """A tensor in storage; its `reader` is a function from a box's offset and shape to a new tensor."""
 
     reader: ReadBox
     shape: Shape
@@ -257,7 +260,7 @@ class Concatenated:
             yield from part.box_fetches(*box)
 
     def _pieces(self, box: Box) -> Iterator[tuple[Source, Box, int]]:
-        """Yield each part that a box overlaps, the overlap as a box of the part, and its position in the box."""
+        """Yield each part that a box overlaps, the overlap as a box of the part, and its begin in `box` along `dim`."""
         low, high = box.offset[self.dim], box.offset[self.dim] + box.shape[self.dim]
         ends = accumulate(part.shape[self.dim] for part in self.parts)
         for part, end in zip(self.parts, ends, strict=True):

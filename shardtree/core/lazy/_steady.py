@@ -1,4 +1,4 @@
-"""Elementwise functions: names of the functions that can be recorded, and results that don't depend on positions."""
+"""Elementwise functions: their names, and results with bits that don't depend on an element's position in a tensor."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def is_exact(name: str, operands: Sequence[Any], options: Mapping[str, Any]) -> 
     Args:
         name: Name of the function, or an alias.
         operands: Tensors, lazy or not, numbers and other values.
-        options: Keywords.
+        options: Keyword arguments.
 
     Examples:
         >>> is_exact("multiply", [torch.ones(2), 3.0], {}), is_exact("mul", [torch.ones(2), 3j], {})
@@ -53,7 +53,7 @@ def _is_complex(value: Any) -> bool:
 
 
 def steady(function: Callable[..., torch.Tensor], operands: Sequence[Any], options: Mapping[str, Any]) -> torch.Tensor:
-    """Return an elementwise function's result, with the same bits however tensors are cut.
+    """Return an elementwise function's result, with bits that don't depend on the elements' position in a tensor.
 
     torch computes the end of a row element by element, and the rest by vector instructions. Here tensors are cut and
     padded, so that each element is part of a whole vector. Operands without axes are passed on unchanged.
@@ -61,7 +61,7 @@ def steady(function: Callable[..., torch.Tensor], operands: Sequence[Any], optio
     Args:
         function: Function of the operands and options.
         operands: Tensors of one shape, with at least one element; tensors without axes, numbers and other values.
-        options: Keywords of the function.
+        options: Keyword arguments of the function.
     """
     shape = next((value.shape for value in operands if _has_axes(value)), None)
     if shape is None:
@@ -82,7 +82,7 @@ def _has_axes(value: Any) -> bool:
 
 
 def whole_vectors(flat: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of one axis, padded to whole vectors with its last element.
+    """Return a 1-D tensor padded with its last element to whole vector registers, a multiple of 64 elements.
 
     Examples:
         >>> whole_vectors(torch.arange(3)).shape

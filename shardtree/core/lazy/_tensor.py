@@ -99,12 +99,12 @@ class LazyTensor:
 
     @property
     def fetches(self) -> tuple[Fetch, ...]:
-        """The boxes of stored tensors that ``read()`` fetches."""
+        """The boxes of stored tensors that ``read()`` fetches, in order."""
         return tuple(self.box_fetches((0,) * self.ndim, self.place.size))
 
     @property
     def nbytes_to_read(self) -> int:
-        """The number of bytes that ``read()`` fetches; steps and merged dimensions of the view enlarge the boxes."""
+        """The number of bytes that ``read()`` fetches, including elements that the view skips."""
         return sum(fetch.nbytes for fetch in self.fetches)
 
     @shielded
@@ -225,7 +225,7 @@ _PUT_SOURCE, _PUT_PLACE, _PUT_CASTS = (getattr(LazyTensor, name).__set__ for nam
 
 
 def _at(lazy: LazyTensor, place: Strided) -> LazyTensor:
-    """Return another view of a lazy tensor's source."""
+    """Return a lazy tensor with the same source and casts, but another view."""
     # The constructor of a frozen class isn't called, since it takes twice as long.
     view = object.__new__(LazyTensor)
     _PUT_SOURCE(view, lazy.source)
@@ -235,12 +235,12 @@ def _at(lazy: LazyTensor, place: Strided) -> LazyTensor:
 
 
 def of_source(source: Source) -> LazyTensor:
-    """Return the lazy tensor that views a whole source."""
+    """Return a lazy tensor that is the view of a whole source."""
     return LazyTensor(source, dense(source.shape))
 
 
 def _apply(func: Callable[..., Any], args: Args, kwargs: dict[str, Any]) -> Any:
-    """Return an operation's result on a lazy tensor; all functions and methods call this."""
+    """Record a torch function or method of lazy tensors, or answer it from shapes and dtypes, or refuse it."""
     name = func.__name__
     if name in operations.JOINS:
         return _concatenate(func, *args, **kwargs)
@@ -263,7 +263,7 @@ def _apply(func: Callable[..., Any], args: Args, kwargs: dict[str, Any]) -> Any:
 
 
 def _meta(lazy: LazyTensor) -> torch.Tensor:
-    """Return the view as a meta tensor, so that torch's own algebra of views, shapes and dtypes applies to it."""
+    """Return the view as a meta tensor, so that torch itself computes the results' views, shapes and dtypes."""
     return torch.empty(lazy.source.shape, dtype=lazy.dtype, device="meta").as_strided(
         *lazy.place[1:], lazy.place.offset
     )
@@ -272,7 +272,7 @@ def _meta(lazy: LazyTensor) -> torch.Tensor:
 def _call_with_meta(
     lazy: LazyTensor, meta: torch.Tensor, func: Callable[..., Any], args: Args, kwargs: dict[str, Any]
 ) -> Any:
-    """Return the operation's result with the meta tensor instead of the lazy one."""
+    """Call an operation with the meta tensor in place of the lazy one, and return its result."""
     words = {word: meta if value is lazy else value for word, value in kwargs.items()}
     return func(*(meta if value is lazy else value for value in args), **words)
 
@@ -292,7 +292,7 @@ def _view(lazy: LazyTensor, func: Callable[..., Any], args: Args, kwargs: dict[s
 def _concatenate(
     func: Callable[..., Any], tensors: Sequence[Any], dim: int = 0, *, axis: int | None = None, out: Any = None
 ) -> LazyTensor:
-    """Return a cat, or a stack as a cat of unsqueezed tensors; meta tensors give the shape and dtype."""
+    """Return the lazy result of ``torch.cat``, or of ``torch.stack``, which is a cat of unsqueezed tensors."""
     name = next((part.name for part in tensors if isinstance(part, LazyTensor)), "?")
     if out is not None or not all(isinstance(part, LazyTensor) for part in tensors):
         raise operations.refusal(name, f"{func.__name__} with a tensor that isn't lazy")
@@ -306,7 +306,7 @@ def _concatenate(
 
 
 def _elementwise(func: Callable[..., Any], args: Args, kwargs: dict[str, Any]) -> LazyTensor:
-    """Return a sum, difference, product or quotient of elements, or their negative."""
+    """Return the lazy result of an elementwise sum, difference, product, quotient or negative."""
     values = [*args, *(kwargs.pop(word) for word in ("input", "other") if word in kwargs)]
     lazies = [value for value in values if isinstance(value, LazyTensor)]
     operands = tuple(_operand(lazies[0].name, func, value) for value in values)
@@ -338,13 +338,13 @@ def _matmul(func: Callable[..., Any], args: Args, kwargs: dict[str, Any]) -> Laz
     left, right = operands
     if left.shape[1] != right.shape[0] or left.dtype != right.dtype:
         kinds = f"{tuple(left.shape)} {left.dtype} and {tuple(right.shape)} {right.dtype}"
-        expected = "as many columns as the other has rows, and one dtype"
+        expected = "as many columns on the left as rows on the right, and one dtype"
         raise ShapeError(error_text(f"LazyTensor {lazy.name!r}: can't {func.__name__}", found=kinds, expected=expected))
     return of_source(product(left, right))
 
 
 def _elements(source: Source, view: Strided, casts: tuple[torch.dtype, ...]) -> torch.Tensor:
-    """Return the elements of a view of a source, read and cast: a new dense tensor."""
+    """Read the elements of a source's view, and return them after the casts as a new dense tensor."""
     if 0 in view.size:
         return torch.empty(view.size, dtype=casts[-1] if casts else source.dtype, device="cpu")
     box, inner = covering(view, source.shape)
@@ -355,7 +355,7 @@ def _elements(source: Source, view: Strided, casts: tuple[torch.dtype, ...]) -> 
 
 
 def _copy_view(box: torch.Tensor, view: Strided) -> torch.Tensor:
-    """Return a view's elements from the box that holds them, as a dense tensor."""
+    """Return a view's elements as a dense tensor, taken from the box that contains them."""
     flat = box.contiguous()
     elements = flat.as_strided(view.size, view.stride, flat.storage_offset() + view.offset)
     if elements.is_contiguous() and elements.numel() == flat.numel():

@@ -1,7 +1,7 @@
 """The leaves of a sharded state dict: a rank's parts of global tensors and objects, as immutable values.
 
-Names and meanings are those of Megatron-Core; every change makes a new value. A shard is the box
-[global_offset, global_offset + shape) of the global tensor that its key names, or one flat range of such a box.
+Names and meanings are those of Megatron-Core. A shard is the box [global_offset, global_offset + shape) of the global
+tensor that its key names, or one flat range of such a box.
 """
 
 from ._elements import given_tensor, has_elements, is_wrapper, lacks_memory

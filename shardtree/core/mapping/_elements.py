@@ -1,4 +1,4 @@
-"""A leaf's tensor: access to it, and tests for elements and memory of its own."""
+"""Access to a leaf's tensor, and tests for tensors without readable memory: meta, fake, freed and wrapper tensors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from ._leaves import ShardedBase
 
 
 def given_tensor(shard: ShardedBase) -> torch.Tensor | None:
-    """Return a shard's tensor; None if its data has no elements in memory: None, or a meta, fake or lazy tensor.
+    """Return a shard's tensor, or None if the shard has no elements in memory.
+
+    Meta, fake and lazy tensors have no elements in memory, nor do shards without data.
 
     Examples:
         >>> from shardtree.mapping import ShardedTensor
@@ -32,7 +34,9 @@ def has_elements(tensor: torch.Tensor) -> bool:
 
 
 def lacks_memory(data: Any) -> bool:
-    """Return whether data is a tensor whose storage was freed, as FSDP does between steps: elements without memory.
+    """Return whether data is a tensor whose storage was freed, as FSDP does between steps.
+
+    Such a tensor keeps its shape, but has no memory to read or write.
 
     Examples:
         >>> freed = torch.zeros(2)
@@ -46,10 +50,10 @@ def lacks_memory(data: Any) -> bool:
 
 
 def is_wrapper(data: Any) -> bool:
-    """Return whether data is a wrapper subclass: a tensor whose elements follow from other tensors that it holds.
+    """Return whether data is a wrapper subclass: a tensor whose value is computed from inner tensors that it holds.
 
-    The memory of a wrapper can't be read, filled or cut in place of its value. Wrappers are DTensors, and the quantised
-    tensors of torchao and quanto. A tensor without elements (meta, fake) isn't one, whatever its class.
+    Examples are DTensors, and the quantised tensors of torchao and quanto. A wrapper has no memory of its own that
+    could be read, written or sliced. A tensor without elements (meta, fake) does not count, whatever its class.
 
     Examples:
         >>> is_wrapper(torch.zeros(2)), is_wrapper(None)

@@ -54,7 +54,7 @@ def same_value(left: Any, right: Any) -> bool:
 
 
 def _same_plain(left: Any, right: Any) -> bool:
-    """Return whether two values of one type without parts are equal."""
+    """Return whether two values of the same type are equal, for types that `_parts` does not take apart."""
     if isinstance(left, (torch.Tensor, torch.nn.Module)):
         return False
     if isinstance(left, (np.ndarray, np.generic)):
@@ -69,9 +69,10 @@ def _same_plain(left: Any, right: Any) -> bool:
 
 
 def _parts(value: Any) -> tuple[Any, Sequence[Any]] | None:
-    """Return (identity, parts) of a container or function; None for any other value.
+    """Take a container or function apart for a comparison: return (identity, parts), or None for any other value.
 
-    Two values are the same if their parts are, and their identities, such as a dict's keys or a function's code.
+    Two values of one type are equal if their identities are equal, such as the keys of two dicts or the code of two
+    functions, and their parts are equal one by one.
     """
     further = getattr(value, "__dict__", None) or None  # attributes set on a function or on a subclass's instance
     if isinstance(value, FunctionType):
@@ -91,7 +92,10 @@ def _parts(value: Any) -> tuple[Any, Sequence[Any]] | None:
 
 
 def _attributes(value: Any) -> tuple[Any, Sequence[Any]] | None:
-    """Return the names and values of a dataclass instance's attributes; None if it is compared as a whole."""
+    """Return (names, values) of the attributes by which a dataclass instance is compared.
+
+    The result is None for modules, and if the class itself defines equality and its instances are not callable.
+    """
     kind: Any = type(value)
     has_own = kind.__eq__ is not object.__eq__
     if isinstance(value, torch.nn.Module) or (has_own and not callable(value)):

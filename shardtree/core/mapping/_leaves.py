@@ -52,7 +52,13 @@ def is_main_replica(replica_id: ReplicaId) -> bool:
 
 
 def replica(subject: str, field: str, value: Any) -> ReplicaId:
-    """Return a replica id as an int or a tuple of ints; anything else raises MetadataError."""
+    """Return a replica id as an int or a tuple of ints; anything else raises MetadataError.
+
+    Args:
+        subject: Name of the leaf or function, for the error.
+        field: Name of the field, for the error.
+        value: The replica id that was passed.
+    """
     # Bools are accepted as numbers: replica ids are often the result of comparing ranks.
     many = isinstance(value, Iterable) and not hasattr(value, "__index__")  # a tensor of one number is iterable too
     ids = [int(item) if isinstance(item, bool) else item for item in (value if many else (value,))]
@@ -63,10 +69,10 @@ def replica(subject: str, field: str, value: Any) -> ReplicaId:
 
 
 def refuse_subclass(derived: type) -> NoReturn:
-    """Raise for a class that derives from a leaf's class; Python itself refuses classes that derive from bool.
+    """Raise UnsupportedValue for a class that derives from a leaf's class, such as ShardedTensor.
 
-    Leaves are recognised by their class, whose fields are stored. A derived class would silently lose the fields that
-    it adds, and functions would silently leave out a new kind of leaf.
+    Leaves are recognised by their class, and the fields of that class are stored. A derived class would silently lose
+    the fields that it adds, and tree functions would silently skip a new kind of leaf.
 
     Args:
         derived: The class that is being defined.
@@ -83,7 +89,7 @@ def refuse_subclass(derived: type) -> NoReturn:
 
 
 class ShardedBase(ABC):
-    """Base class of sharded leaves: a key, data, a replica id, comparison and repr.
+    """Base class of sharded leaves, which have a key, data and a replica id; it defines equality and repr.
 
     Leaves are equal if they have the same kind, equal metadata and the same data object; elements are never compared or
     printed. Functions in the metadata are equal if they run the same code with equal captured values. The kinds are
@@ -134,12 +140,12 @@ class ShardedBase(ABC):
 
 
 def leaf_name(leaf: ShardedBase) -> str:
-    """Return the name that errors give a leaf: its class and key."""
+    """Return a leaf's class name and key, for error texts."""
     return f"{type(leaf).__name__} {leaf.key!r}"
 
 
 def metadata_of(leaf: Any) -> dict[str, tuple[Any, Any]]:
-    """Return (value, default) of each field except the data, by name."""
+    """Return a dict from the name of each field except `data` to the field's (value, default value)."""
     return {field.name: (getattr(leaf, field.name), field.default) for field in fields(leaf) if field.name != "data"}
 
 
@@ -155,13 +161,19 @@ def describe(value: object) -> str:
 
 
 def normalise(leaf: ShardedBase, function: Callable[[str, str, Any], object], *names: str) -> None:
-    """Replace each named field of a frozen leaf that is being constructed by the function's result."""
+    """Normalise fields of a frozen leaf during its construction.
+
+    Args:
+        leaf: Leaf that is being constructed.
+        function: Function from (leaf name, field name, value) to the field's new value.
+        names: Names of the fields.
+    """
     for name in names:
         object.__setattr__(leaf, name, function(leaf_name(leaf), name, getattr(leaf, name)))
 
 
 def check_key(leaf: ShardedBase) -> None:
-    """Raise MetadataError unless the key is text that can be stored."""
+    """Raise MetadataError unless a leaf's key is a string that is not empty and that UTF-8 can encode."""
     key: Any = leaf.key
     if not isinstance(key, str) or not key:
         found, fix = repr(key) if isinstance(key, str) else type(key).__name__, "Name the global tensor or object."
@@ -182,12 +194,14 @@ _OBJECT_KEY = re.compile(r"(?P<key>.+)/shard_(?P<offset>[0-9.]*)_(?P<shape>[-0-9
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class ShardedObject(ShardedBase):
-    """One cell of a global array of Python objects; its layout can't change.
+    """One cell of a global array of Python objects, such as one rank's generator state.
+
+    Unlike a tensor, the array must be loaded in the global shape in which it was saved.
 
     Args:
-        key: The global object's name.
-        data: The local object.
-        global_shape: The array's shape in objects; its last size is -1 if unknown.
+        key: The array's name.
+        data: The object in this cell.
+        global_shape: The array's shape in cells; its last size is -1 if unknown.
         global_offset: The cell's index in the array.
         replica_id: Number of the replica, as in ShardedTensor.
 
@@ -237,12 +251,12 @@ class ShardedObject(ShardedBase):
 
     @classmethod
     def empty_from_unique_key(cls, unique_key: str, replica_id: ReplicaId = 0) -> ShardedObject:
-        """Return the object with this unique key, without data.
+        """Return the ShardedObject that a unique key describes, with None as its data.
 
         Old checkpoints omit the shape's last size; it becomes -1.
 
         Raises:
-            MetadataError: The key hasn't the form `<key>/shard_<offset>_<shape>`.
+            MetadataError: The key does not have the form `<key>/shard_<offset>_<shape>`.
 
         Examples:
             >>> ShardedObject.empty_from_unique_key("a/b_c/shard_1.3_2.4")
@@ -288,7 +302,7 @@ class LocalNonpersistentObject:
         return f"LocalNonpersistentObject({describe(self.obj)})"
 
     def unwrap(self) -> Any:
-        """Return the value."""
+        """Return the wrapped value."""
         return self.obj
 
 
@@ -303,9 +317,9 @@ class ShardedTensorFactory(ShardedBase):
         key: The tensor's name.
         data: The model's tensor.
         build_fn: Function from (key, data, replica_id, flattened_range) to the tree of shards.
-        merge_fn: Function from the same tree with loaded tensors to the tensor.
+        merge_fn: Inverse function: from the same tree, with loaded tensors instead of shards, to the model's tensor.
         replica_id: Number of the replica, as in ShardedTensor.
-        flattened_range: For flat data, its slice of the flattened tensor.
+        flattened_range: Slice of the flattened tensor that flat `data` holds; None if `data` is not flat.
 
     Raises:
         MetadataError: A field has a value of the wrong type.
@@ -334,7 +348,7 @@ class ShardedTensorFactory(ShardedBase):
         self.validate_metadata_integrity()
 
     def validate_metadata_integrity(self) -> None:
-        """Raise MetadataError if one of the functions isn't callable."""
+        """Raise MetadataError if `build_fn` or `merge_fn` is not callable."""
         for field in ("build_fn", "merge_fn"):
             function = getattr(self, field)
             if not callable(function):
@@ -342,7 +356,7 @@ class ShardedTensorFactory(ShardedBase):
                 refuse(leaf_name(self), field, type(function).__name__, "a function", fix, error=MetadataError)
 
     def build(self) -> Any:
-        """Return the tree of shards that is stored for the tensor."""
+        """Return the tree of shards to store, as `build_fn` makes it from the tensor."""
         return self.build_fn(self.key, self.data, self.replica_id, self.flattened_range)
 
     def without_data(self) -> ShardedTensorFactory:

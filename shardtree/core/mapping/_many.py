@@ -1,4 +1,4 @@
-"""Many tensor shards at once, built from columns that the caller has checked as strictly as a shard's constructor."""
+"""Fast construction of many tensor shards, without the checks of a shard's constructor."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ _KEPT = tuple(name for name in _NAMES if name != "data")
 
 
 def whole_tensors(keys: Sequence[str], dtypes: Iterable[torch.dtype], shapes: Sequence[Shape]) -> list[ShardedTensor]:
-    """Return one shard without data for each tensor; it covers the whole tensor.
+    """Return one shard for each tensor; it covers the whole tensor and has no data.
 
-    The caller must have checked the columns as strictly as the constructor would: they may come from untrusted files.
+    Nothing is checked. The arguments may come from untrusted files, so the caller must have checked them as strictly
+    as the constructor would.
 
     Args:
         keys: Key of each tensor: a string that isn't empty and that UTF-8 can encode.
@@ -53,7 +54,9 @@ global_offset=(0, 0), axis_fragmentations=(1, 1))]
 
 
 def box_of(key: str, data: Any, dtype: torch.dtype, whole: Shape, offset: Shape, shape: Shape) -> ShardedTensor:
-    """Return a box of a tensor as a shard of an irregular grid; nothing is checked, as in `whole_tensors`.
+    """Return the shard of one box of a tensor, as part of an irregular grid.
+
+    Nothing is checked, as in `whole_tensors`.
 
     Args:
         key: The tensor's key.
@@ -84,7 +87,11 @@ def box_of(key: str, data: Any, dtype: torch.dtype, whole: Shape, offset: Shape,
 
 
 def with_data(shards: Sequence[ShardedTensor], data: Iterable[Any]) -> list[ShardedTensor]:
-    """Return the shards with other data, unchecked: for each shard a tensor of its dtype and shape, or None.
+    """Return copies of shards with other data, without checks.
+
+    Args:
+        shards: Shards to copy.
+        data: New data of each shard: a tensor of the shard's dtype and shape, or None.
 
     Examples:
         >>> [shard] = with_data(whole_tensors(["w"], [torch.int8], [(2,)]), [torch.zeros(2, dtype=torch.int8)])
@@ -96,7 +103,11 @@ def with_data(shards: Sequence[ShardedTensor], data: Iterable[Any]) -> list[Shar
 
 
 def with_keys(shards: Sequence[ShardedTensor], keys: Sequence[str]) -> list[ShardedTensor]:
-    """Return the shards under other keys, which aren't checked: they must be keys of existing shards.
+    """Return copies of shards with other keys, without checks.
+
+    Args:
+        shards: Shards to copy.
+        keys: New key of each shard. They must be keys that a shard's constructor has accepted before.
 
     Examples:
         >>> [shard] = with_keys(whole_tensors(["w"], [torch.int8], [(2,)]), ["v"])

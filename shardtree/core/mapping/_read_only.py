@@ -1,6 +1,7 @@
-"""Detection of donated tensors in memory that can't be written, such as that of a file mapped for reading.
+"""Detection of donated tensors whose memory can't be written, such as the memory of a file mapped for reading.
 
-A system call tells whether a page is writable, without any effect on elements, files or the process.
+A donated tensor is a target's tensor that a load fills in place. A system call tells whether a page of memory is
+writable, without any effect on elements, files or the process.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ _WORD_BYTES = 4
 
 
 def refuse_read_only(doing: str, donated: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Raise if memory of donated tensors can't be written; systems other than Linux aren't checked.
+    """Raise if the memory of a donated tensor can't be written; nothing is checked on systems other than Linux.
 
     Only memory that is mapped without write permission is found. numpy's flag for read-only arrays isn't noticed, since
     torch doesn't pass it on.
 
     Args:
-        doing: Caller's name, for the message.
-        donated: Keys and dense tensors.
+        doing: Name of the operation, for the message.
+        donated: (key, dense tensor) pairs.
 
     Raises:
         ShapeError: The memory of some tensors can't be written; nothing was changed.
@@ -59,7 +60,7 @@ def refuse_read_only(doing: str, donated: Iterable[tuple[str, torch.Tensor]]) ->
 
 
 def _may_be_mapped(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor's memory was allocated outside of torch, since only such memory may be read-only."""
+    """Return whether a tensor's memory was allocated outside of torch: only such memory can be read-only."""
     is_plain = tensor.is_cpu and tensor.layout is torch.strided and tensor.numel() > 0
     return is_plain and not tensor.untyped_storage().resizable()
 
@@ -74,7 +75,10 @@ def _is_read_only(tensor: torch.Tensor) -> bool:
 
 @cache
 def _futex() -> Callable[[int], int] | None:
-    """Return a call that leaves a word of memory unchanged and fails if it can't be written; None where unsupported."""
+    """Return a function that tests whether memory at an address can be written; None if the system has no such call.
+
+    The function leaves the memory unchanged. It returns a negative number, with errno EFAULT, if writing is impossible.
+    """
     number = _SYSCALL_NUMBERS.get(platform.machine())
     if number is None or not sys.platform.startswith("linux"):
         return None

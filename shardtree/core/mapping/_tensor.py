@@ -22,7 +22,10 @@ _RECAST = "Change a dtype with `cast`, and a shape together with its metadata wi
 
 
 def data_kind(subject: str, data: Any) -> tuple[torch.dtype, tuple[int, ...]]:
-    """Return the dtype and shape of a tensor or of any object that has both; other values raise MetadataError."""
+    """Return the dtype and shape of a tensor, or of any object that has both.
+
+    Other values raise MetadataError, with `subject` as the name of the value.
+    """
     check_has_shape(subject, data)
     if not isinstance(getattr(data, "dtype", None), torch.dtype) or not hasattr(data, "shape"):
         fix = "For a shard without data, call `ShardedTensor(...)` itself."
@@ -31,9 +34,16 @@ def data_kind(subject: str, data: Any) -> tuple[torch.dtype, tuple[int, ...]]:
 
 
 def check_data(subject: str, data: object, dtype: torch.dtype, shape: tuple[int, ...], source: str) -> None:
-    """Raise ShapeError if a tensor has another dtype, or another shape than the field `source` states.
+    """Raise ShapeError if a shard's tensor has another dtype or shape than its metadata states.
 
     Only tensors are checked, lazy tensors included: tree maps also use None and shapes as data.
+
+    Args:
+        subject: Name of the shard, for the error.
+        data: The shard's data.
+        dtype: Expected dtype.
+        shape: Expected shape.
+        source: Name of the field that determines the shape, for the error.
     """
     if not isinstance(data, (torch.Tensor, LazyTensor)):
         return
@@ -59,7 +69,7 @@ def without_shape(data: object) -> str:
 
 
 def check_has_shape(subject: str, data: object) -> None:
-    """Raise MetadataError for a tensor without a single shape: a nested or an uninitialised one."""
+    """Raise MetadataError for a nested or uninitialised tensor, since it has no single shape."""
     if found := without_shape(data):
         geometry.refuse(subject, "data", found, "a tensor of one shape", SHAPE_FIX, error=MetadataError)
 
@@ -228,7 +238,7 @@ class ShardedTensor(ShardedBase):
 
     @property
     def data_shape(self) -> tuple[int, ...]:
-        """The expected shape of `data`: the box's, or (length of the flat range,)."""
+        """The expected shape of `data`: `local_shape`, or ``(length,)`` for a flat range of this length."""
         flat = self.flattened_range
         return self.local_shape if flat is None else (flat.stop - flat.start,)
 
@@ -257,7 +267,7 @@ class ShardedTensor(ShardedBase):
         return geometry.cell_index(leaf_name(self), box, self.global_offset, self.axis_fragmentations)
 
     def max_allowed_chunks(self) -> tuple[int, ...]:
-        """Return the size of the grid's pieces along each global axis.
+        """Return the size of one cell of the regular grid along each global axis.
 
         Raises:
             ShapeError: The grid is irregular, or a global axis isn't a multiple of its number of pieces.
@@ -275,10 +285,10 @@ class ShardedTensor(ShardedBase):
         return geometry.cell_shape(leaf_name(self), self.global_shape, counts, padded=self.allow_shape_mismatch)
 
     def narrow(self, dim: int, start: int, length: int) -> list[ShardedTensor]:
-        """Return the shards that remain when every rank narrows its box to [start, start + length) along `dim`.
+        """Return this shard narrowed to [start, start + length) along `dim`, if every rank narrows its own box alike.
 
-        The global tensor shrinks along with the boxes, which must therefore form a regular grid along `dim`. Data are
-        views.
+        The global tensor shrinks along with the boxes, which must therefore form a regular grid along `dim`. The data
+        of the results are views.
 
         Args:
             dim: Axis of `local_shape`; negative numbers count from its end.
@@ -286,7 +296,8 @@ class ShardedTensor(ShardedBase):
             length: Number of indices to keep.
 
         Returns:
-            One shard for a box; for a flat shard one for each contiguous run that remains, possibly none.
+            One shard if this is a box. A flat shard gives one shard for each contiguous run of elements that remains,
+            possibly none.
 
         Raises:
             ShapeError: `dim` or the indices are out of range, or the grid is irregular along `dim`.

@@ -1,4 +1,7 @@
-"""Checks of leaves' tensors: a tensor still fits its leaf, can be written, and shares no memory with others."""
+"""Checks of leaves' tensors: a tensor still fits its leaf, can be written, and shares no memory with others.
+
+A donated tensor is a target's tensor that a load fills in place.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,7 @@ def check_unchanged(doing: str, shard: ShardedTensor, tensor: torch.Tensor) -> N
 
 
 def check_writable(doing: str, shard: ShardedTensor, tensor: torch.Tensor) -> None:
-    """Raise unless a donated tensor can be written in place: dense, and without elements that share memory.
+    """Raise unless a donated tensor can be filled in place: it must be dense, and its elements must not share memory.
 
     Args:
         doing: Name of the operation, for the message.
@@ -75,7 +78,10 @@ def check_writable(doing: str, shard: ShardedTensor, tensor: torch.Tensor) -> No
 
 
 def _may_overlap(tensor: torch.Tensor) -> bool:
-    """Return whether elements may share memory: a stride is at most the extent of all axes with smaller strides."""
+    """Return whether two elements of a tensor may share memory.
+
+    They may if the stride of one axis is no larger than the extent of all axes with smaller strides.
+    """
     if tensor.is_contiguous():
         return False
     reach = 0
@@ -87,7 +93,9 @@ def _may_overlap(tensor: torch.Tensor) -> bool:
 
 
 def overwrite(old: torch.Tensor, new: torch.Tensor) -> None:
-    """Copy a dense tensor's elements bit for bit into another of the same shape and dtype, without autograd.
+    """Copy the elements of `new` into `old` bit for bit, without autograd.
+
+    Both are dense tensors of the same shape and dtype.
 
     Examples:
         >>> weight = torch.nn.Parameter(torch.zeros(2))
@@ -111,14 +119,14 @@ _Bytes = tuple[int, list[tuple[int, int]]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Span:
-    """The addresses of a tensor's elements.
+    """The address range of a tensor's elements.
 
     Attributes:
         shard: Shard of the tensor.
-        tensor: Dense tensor, whose elements don't share memory with each other.
+        tensor: Dense tensor.
         begin: Address of its first byte.
         end: Address after its last byte.
-        written: Whether the tensor is donated.
+        written: Whether the tensor is donated, so that the operation writes it; if not, it is only read.
     """
 
     shard: ShardedTensor
@@ -133,16 +141,16 @@ def check_no_aliases(
     donated: Sequence[tuple[ShardedTensor, torch.Tensor]],
     read: Sequence[tuple[ShardedTensor, torch.Tensor]] = (),
 ) -> None:
-    """Raise if a donated tensor shares memory with another, unless both have the same elements and equal boxes.
+    """Raise if a donated tensor shares memory with another tensor; tied weights are allowed.
 
-    The loaded values of such equal tensors are compared later, by `fill_once`. A tensor is checked against others if
-    their address ranges, from first to last byte, intersect. Storages aren't compared, since tensors of other libraries
-    may have the same memory in several storages.
+    Tied weights are donated tensors with exactly the same elements in memory and equal boxes: `fill_once` compares
+    their loaded values later. Tensors are checked against each other if their address ranges, from first to last byte,
+    intersect. Storages aren't compared, since tensors of other libraries may have the same memory in several storages.
 
     Args:
         doing: Name of the operation, for the message.
         donated: Shards with their dense tensors; the elements of one tensor don't share memory.
-        read: Shards with dense tensors that are read meanwhile; they may share memory among themselves.
+        read: Shards with dense tensors that the operation reads meanwhile; they may share memory among themselves.
 
     Raises:
         ShapeError: Two tensors share memory, or are interleaved too finely for a check in reasonable time.
@@ -162,7 +170,10 @@ def check_no_aliases(
 def _intersecting(
     donated: Sequence[tuple[ShardedTensor, torch.Tensor]], read: Sequence[tuple[ShardedTensor, torch.Tensor]]
 ) -> Iterator[list[_Span]]:
-    """Yield the groups of two or more tensors with connected ranges of addresses, donated ones first."""
+    """Yield groups of two or more tensors on one device whose address ranges overlap, directly or through others.
+
+    Donated tensors come first in each group.
+    """
     every = [*donated, *read]
     device = np.array([tensor.get_device() for _, tensor in every], dtype=np.int64)
     begin = np.array([tensor.data_ptr() for _, tensor in every], dtype=np.int64)
@@ -186,15 +197,16 @@ def _reach(tensor: torch.Tensor) -> int:
 
 
 def _axes(tensor: torch.Tensor) -> list[tuple[int, int]]:
-    """Return stride and size of each axis with more than one index, smallest stride first."""
+    """Return (stride, size) of each axis with more than one index, smallest stride first."""
     return sorted(axis for axis in zip(tensor.stride(), tensor.shape, strict=True) if axis[1] > 1)
 
 
 def _clashes(group: Sequence[_Span]) -> Iterator[str]:
-    """Yield the pairs of tensors in a group that share memory, found on a map of the group's bytes.
+    """Yield texts that name pairs of tensors in a group that share memory.
 
-    The map's cells are as large as possible, provided that each run of bytes consists of whole cells. Each donated
-    tensor marks its cells in turn; tensors that are only read are compared with the marks, but make none.
+    The group's address range is divided into cells, as large as the tensors' strides allow. Each donated tensor in turn
+    marks the cells that it covers. A tensor that covers a marked cell shares memory with the tensor that marked it.
+    Tensors that are only read mark no cells.
     """
     distinct: dict[tuple[object, ...], _Span] = {}
     targets = {(span.shard.key, _identity(span.shard, span.tensor)) for span in group if span.written}
@@ -226,7 +238,10 @@ def _clashes(group: Sequence[_Span]) -> Iterator[str]:
 
 
 def _bytes(span: _Span) -> _Bytes:
-    """Return a tensor's runs of contiguous bytes: the length of a run, and the axes along which runs repeat."""
+    """Return the length of a tensor's contiguous runs of bytes, and the axes along which these runs repeat.
+
+    Each axis is a pair (stride in bytes, size).
+    """
     tensor = span.tensor
     axes = [(stride * tensor.itemsize, size) for stride, size in _axes(tensor) if stride]
     run = tensor.itemsize
@@ -241,7 +256,7 @@ def _lengths(layout: _Bytes) -> Iterable[int]:
 
 
 def _identity(shard: ShardedTensor, tensor: torch.Tensor) -> tuple[object, ...]:
-    """Return a dict key, equal for two tensors with the same elements in memory and equal boxes."""
+    """Return a dict key that is equal for two shards with equal boxes and exactly the same elements in memory."""
     flat = shard.flattened_range
     box = (shard.global_offset, shard.local_shape, flat and (flat.start, flat.stop))
     # The stride of an axis with one element has no effect: views of the same elements may differ in it.
@@ -260,10 +275,13 @@ _Donated = Sequence[tuple[ShardedTensor, torch.Tensor | None]]
 
 
 def tied(donated: _Donated) -> list[list[int]]:
-    """Return groups of indices of shards that have different keys, but equal boxes and the same elements in memory.
+    """Return the groups of tied shards: they have different keys, but equal boxes and the same elements in memory.
 
     Args:
-        donated: Shards with their `given_tensor`.
+        donated: (shard, tensor) pairs, where the tensor is `given_tensor(shard)`.
+
+    Returns:
+        A list of indices into `donated` for each group.
 
     Examples:
         >>> weight, own = torch.zeros(2), torch.zeros(2)
@@ -284,12 +302,15 @@ def tied(donated: _Donated) -> list[list[int]]:
 
 
 def fill_once(doing: str, donated: _Donated, results: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-    """Copy the loaded values of tied keys into their tensor, and return that tensor by the index of each shard.
+    """Copy the loaded values of each group of tied shards once into the memory that they share.
 
     Args:
         doing: Name of the operation, for the message.
-        donated: Shards with their `given_tensor`.
+        donated: (shard, tensor) pairs, where the tensor is `given_tensor(shard)`.
         results: Loaded tensor of each shard; loaded tensors of tied shards are contiguous, in memory of their own.
+
+    Returns:
+        The donated tensor of each tied shard, by the shard's index.
 
     Raises:
         ShapeError: The loaded values of two keys that share memory differ; no tied tensor was written.
@@ -314,7 +335,9 @@ def fill_once(doing: str, donated: _Donated, results: Sequence[torch.Tensor]) ->
 
 
 def is_all_of(parts: Sequence[torch.Tensor], whole: torch.Tensor) -> bool:
-    """Return whether tensors that share no elements with each other are views that make up a whole tensor.
+    """Return whether tensors are views that together make up a whole tensor.
+
+    The tensors must not share elements with each other: only their sizes and addresses are checked.
 
     Examples:
         >>> fused = torch.zeros(4, 2)

@@ -1,6 +1,7 @@
-"""Plans of saves and loads, as columns: the writer of each shard, and the destination of stored bytes.
+"""Plans of saves and loads: the rank that writes each shard, and the destination of stored bytes.
 
-From equal columns, every rank computes the same plan.
+Shards and plans are columns, numpy arrays with a row for each item. From equal columns, every rank computes the same
+plan.
 """
 
 import typing

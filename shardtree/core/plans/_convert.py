@@ -13,12 +13,12 @@ _SCALES = {torch.float8_e8m0fnu} if hasattr(torch, "float8_e8m0fnu") else set() 
 
 
 def convertible(before: torch.dtype, after: torch.dtype) -> bool:
-    """Return whether a load or a reshard may convert one dtype to another; it may round, but not drop parts of values.
+    """Return whether loads and reshards may convert elements of one dtype to another.
 
     Floating-point dtypes convert to each other, and complex dtypes too, as by `torch.Tensor.to`: it rounds, and turns
     numbers that are too large into infinities. Bools convert to integers, integers to floating-point dtypes, and
-    floating-point to complex dtypes, but not back: a fraction or an imaginary part would be lost silently. Integers
-    convert to each other if each value fits.
+    floating-point to complex dtypes, but not back: a fraction or an imaginary part would be lost silently. Integer
+    dtypes convert to each other, but `convert` then raises for values that do not fit.
 
     Examples:
         >>> convertible(torch.float32, torch.bfloat16), convertible(torch.int64, torch.int32)

@@ -1,4 +1,4 @@
-"""The prospect of a load before it reads: problems, and the cost of reading."""
+"""Results of planning a load, before it reads: the problems that prevent it, and the cost of its reads."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from ._misfits import Misfit
 
 @dataclass(frozen=True, slots=True)
 class ReadCost:
-    """The cost of reading tensors.
+    """The cost of reading tensors: numbers of bytes, copies and files.
 
     Attributes:
-        bytes_wanted: Bytes of the elements that are loaded.
-        bytes_read: Bytes read from storage: the wanted bytes, gaps between them where a range is read in one call,
-            whole compressed chunks, and further parts of blocks, or whole blocks again, to check their hashes.
-        pieces: Number of runs of bytes that are consecutive in file and memory, and of boxes copied row by row.
+        bytes_wanted: Number of bytes of the elements that are loaded.
+        bytes_read: Number of bytes read from storage. It includes gaps that are read together with wanted bytes, whole
+            compressed chunks, and bytes that are read only to check the hashes of blocks.
+        pieces: Number of copies from file to memory: contiguous runs of bytes, and boxes that are copied row by row.
         files: Number of files opened.
     """
 
@@ -36,12 +36,12 @@ class ReadCost:
 
 @dataclass(frozen=True, slots=True)
 class Prospect:
-    """The prospect of loading shards, which a format computes before it reads any.
+    """Result of planning the load of some shards, which a format computes before it reads any.
 
     Attributes:
         problems: Reasons why some shards can't be loaded.
         cost: Function that returns the cost of loading the other shards; None if the format can't compute it.
-        uncompared: Keys of optimizer states whose master weights won't be compared with weights, though they could be.
+        uncompared: Keys of optimizer states whose master weights could be compared with the weights, but will not be.
     """
 
     problems: tuple[Misfit, ...] = ()

@@ -1,4 +1,4 @@
-"""Comparison of a target with a checkpoint: requests that aren't stored, differ in kind, or are stored in part."""
+"""Comparison of a target with a checkpoint: requests that are absent, incomplete, or of another shape or dtype."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from ._misfits import Gap, Mismatch, Unexpected, by_number
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """A box of a shard's elements.
+    """The part of a shard that lies within another global shape, as slices of a box in the shard's data.
 
     Attributes:
-        start: Offset of the enclosing box in the shard's flattened data, in elements.
-        shape: Shape of the enclosing box.
-        part: Slices of the enclosing box.
+        start: Offset of the box in the shard's flattened data, in elements.
+        shape: Shape of the box.
+        part: Slice along each axis of the box.
     """
 
     start: int
@@ -35,15 +35,15 @@ class Overlap:
     part: tuple[slice, ...]
 
     def of(self, data: torch.Tensor) -> torch.Tensor:
-        """Return the box's elements from a shard's contiguous data, as a view."""
+        """Return the overlap's elements as a view of the shard's contiguous data."""
         return data.reshape(-1)[self.start : self.start + prod(self.shape)].view(self.shape)[self.part]
 
 
 def overlaps(shard: ShardedTensor, global_shape: tuple[int, ...]) -> tuple[Overlap, ...]:
-    """Return the boxes of a shard's elements that lie within another global shape; empty if none do.
+    """Return the parts of a shard that lie within another global shape; empty if the shard lies outside of it.
 
     Args:
-        shard: A box, or a flat range, which consists of several boxes.
+        shard: Shard to cut. A box has at most one such part, a flat range may have several, since it consists of boxes.
         global_shape: The other global shape, with as many axes as the shard's.
 
     Examples:
@@ -75,12 +75,14 @@ def stored_elements(shard: ShardedTensor, global_shape: tuple[int, ...]) -> int:
 
 
 def find_unexpected(keys: Iterable[str], names: Collection[str], *, is_object: bool = False) -> tuple[Unexpected, ...]:
-    """Return the keys that aren't stored, sorted, each with the most similar stored key that isn't requested itself.
+    """Return a problem for each requested key that isn't stored, sorted by key.
+
+    Each problem suggests a similar stored key, if there is one that isn't requested itself.
 
     Args:
         keys: Requested keys.
         names: Stored keys.
-        is_object: Whether these are unique keys of objects.
+        is_object: Whether the keys are unique keys of sharded objects.
 
     Examples:
         >>> print(*find_unexpected(["decoder.bais"], ["decoder.bias"]))
@@ -104,15 +106,15 @@ def find_unexpected(keys: Iterable[str], names: Collection[str], *, is_object: b
 def find_mismatches(
     shards: Iterable[ShardedTensor], kinds: Mapping[str, TensorKind], *, cast: bool = False
 ) -> tuple[Mismatch, ...]:
-    """Return a mismatch for each tensor whose stored kind differs from that of a requested shard.
+    """Return a mismatch for each requested tensor that is stored with another global shape or dtype.
 
     The global shape may differ if the shard has `allow_shape_mismatch` and as many axes; the dtype may differ if `cast`
     is set and the stored dtype can be converted.
 
     Args:
         shards: Requested shards.
-        kinds: Stored kind of each of their keys.
-        cast: Whether dtypes are converted.
+        kinds: Stored dtype and global shape of each of their keys.
+        cast: Whether the load converts dtypes.
 
     Examples:
         >>> import torch
@@ -140,13 +142,15 @@ def find_gaps(
     kinds: Mapping[str, TensorKind],
     reasons: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[Gap, ...]:
-    """Return a gap for each shard with elements that aren't stored, except elements beyond the stored global shape.
+    """Return a gap for each requested shard that is stored only in part.
+
+    If a shard has `allow_shape_mismatch`, its elements beyond the stored global shape don't count as missing.
 
     Args:
-        shards: Requested shards, which fit the stored kinds.
+        shards: Requested shards, for which `find_mismatches` found nothing.
         counts: Number of stored elements of each shard, int64 (shards,).
-        kinds: Stored kind of each of their keys.
-        reasons: Known reasons for gaps, by key.
+        kinds: Stored dtype and global shape of each of their keys.
+        reasons: Known reasons for missing elements, by key.
 
     Examples:
         >>> import numpy as np, torch

@@ -1,4 +1,4 @@
-"""Plans of reads: runs and strided pieces, from the intersection of requested shards with stored chunks."""
+"""Plans of reads: contiguous runs of bytes and strided boxes, where requested shards and stored chunks intersect."""
 
 from __future__ import annotations
 
@@ -14,19 +14,21 @@ from ..geometry import Column, group_sums
 from ..layouts import BoxColumns, ShardColumns, check_columns, shard_boxes
 
 SHORTEST_RUN = 64 * 1024
-"""Number of bytes. Several shorter runs are read together with their gaps, which costs less than a read per run."""
+"""Number of bytes. Several shorter runs are read together, gaps included, which costs less than a read per run."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredChunks:
-    """The files and offsets of stored chunks; each is a row-major box or flat range in consecutive bytes.
+    """Stored chunks and their locations in files.
+
+    A chunk is a box of a tensor, or a flat range of a box. Its elements are row-major, in consecutive bytes.
 
     Attributes:
-        key: Number of each chunk's tensor in the request, int64 (chunks,).
-        offset: Offset of each box, int64 (chunks, axes), right-aligned.
-        shape: Shape of each box, int64 (chunks, axes).
-        start: First element of the flat range, -1 for a whole box, int64 (chunks,).
-        stop: One past its last element, int64 (chunks,).
+        key: Index of each chunk's tensor among the requested keys, int64 (chunks,).
+        offset: Offset of each chunk's box in its tensor, int64 (chunks, axes); 0 on leading axes that a tensor lacks.
+        shape: Shape of each chunk's box, int64 (chunks, axes); 1 on leading axes that a tensor lacks.
+        start: First element of the flat range, counted in the box; -1 for a whole box, int64 (chunks,).
+        stop: One past the last element of the flat range; -1 for a whole box, int64 (chunks,).
         file: Number of the file, int64 (chunks,).
         byte: Offset of the chunk's first element in the file, int64 (chunks,).
     """
@@ -42,13 +44,15 @@ class StoredChunks:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Runs:
-    """Bytes that are consecutive in both a file and a target's memory; ordered by file, then offset.
+    """Runs of bytes to copy: each is contiguous both in a file and in the memory of a requested shard.
+
+    A plan has them in the order of their files and offsets.
 
     Attributes:
         file: Number of the file, int64 (runs,).
         byte: Offset of the run in the file, int64 (runs,).
-        target: Row of the requested shard, int64 (runs,).
-        target_byte: Offset of the run in the target's memory, int64 (runs,).
+        target: Row of the shard in the request, int64 (runs,).
+        target_byte: Offset of the run in the shard's memory, in bytes, int64 (runs,).
         length: Length in bytes, int64 (runs,).
     """
 
@@ -61,16 +65,16 @@ class Runs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Strided:
-    """Boxes of elements that are copied from a stored box to a target's box, row by row.
+    """Strided pieces to copy: each is a box of elements with one layout in a file and another in a shard's memory.
 
     Attributes:
         file: Number of the file, int64 (pieces,).
         byte: Offset of the piece's first element in the file, int64 (pieces,).
-        target: Row of the requested shard, int64 (pieces,).
-        target_byte: Offset of the piece's first element in the target's memory, int64 (pieces,).
+        target: Row of the shard in the request, int64 (pieces,).
+        target_byte: Offset of the piece's first element in the shard's memory, in bytes, int64 (pieces,).
         shape: Shape of the piece, int64 (pieces, axes).
-        stride: Strides of the stored box, in elements, int64 (pieces, axes).
-        target_stride: Strides of the target's box, in elements, int64 (pieces, axes).
+        stride: Strides in the file, in elements, int64 (pieces, axes).
+        target_stride: Strides in the shard's memory, in elements, int64 (pieces, axes).
         item_size: Size of an element in bytes, int64 (pieces,).
     """
 
@@ -89,10 +93,10 @@ class LoadPlan:
     """The reads of a rank; nothing has been read yet.
 
     Attributes:
-        runs: Runs that are read directly into the targets' memory.
-        strided: Boxes of many short rows, which are read together with their gaps.
+        runs: Runs that are read directly into the shards' memory.
+        strided: Boxes of many short rows; one read gets several rows and the gaps between them.
         covered: Number of elements of each requested shard that stored chunks hold, int64 (shards,).
-        doubled: Numbers of the requested keys whose stored chunks overlap, int64 (keys,), ascending.
+        doubled: Indices of requested keys with stored chunks that overlap each other, int64 (keys,), ascending.
     """
 
     runs: Runs
@@ -102,7 +106,7 @@ class LoadPlan:
 
     @property
     def bytes_read(self) -> int:
-        """The number of tensor bytes that the plan reads."""
+        """The number of bytes of tensors that the plan loads, without gaps."""
         sizes = geometry.volumes(self.strided.shape) * self.strided.item_size
         return int(self.runs.length.sum() + sizes.sum())
 
@@ -113,7 +117,7 @@ class LoadPlan:
         return numbers
 
     def select(self, runs: Column | NDArray[np.bool_], strided: Column | NDArray[np.bool_]) -> LoadPlan:
-        """Return the plan of some runs and some boxes, selected by number or by flag."""
+        """Return a plan with only the selected runs and strided pieces; both selections are indices or flags."""
         return replace(self, runs=geometry.rows_of(self.runs, runs), strided=geometry.rows_of(self.strided, strided))
 
 
@@ -123,9 +127,10 @@ def plan_load(requests: ShardColumns, chunks: StoredChunks, *, shortest_run: int
     Each requested byte is read once. Targets are row-major; a flat shard's elements are in the order of its range.
 
     Args:
-        requests: Shards to fill; ``chunks.key`` numbers ``requests.keys``.
-        chunks: Stored chunks of these tensors, of the same dtypes.
-        shortest_run: Number of bytes; several runs shorter than this become one strided piece.
+        requests: Shards to fill.
+        chunks: Stored chunks of these tensors, of the same dtypes. ``chunks.key`` has indices into ``requests.keys``.
+        shortest_run: Length in bytes from which each run is read by itself. If a box consists of several shorter runs,
+            it becomes one strided piece.
 
     Examples:
         >>> import torch, shardtree as st
@@ -163,7 +168,14 @@ def plan_load(requests: ShardColumns, chunks: StoredChunks, *, shortest_run: int
 
 
 def _reachable_chunks(key: Column, boxes: BoxColumns, chunks: StoredChunks, axes: int) -> StoredChunks:
-    """Return the chunks that a request may need; on most ranks they are a small part of all stored chunks."""
+    """Return the chunks that may intersect a requested box: on most ranks, a small part of all stored chunks.
+
+    Args:
+        key: Index of each box's tensor among the requested keys, int64 (boxes,).
+        boxes: Requested boxes.
+        chunks: All stored chunks.
+        axes: Number of axes of the result's columns.
+    """
     offset, shape = geometry.widen(chunks.offset, axes, 0), geometry.widen(chunks.shape, axes, 1)
     rows, _ = geometry.rows_in_reach(geometry.reach_of(key, boxes.offset, boxes.shape), chunks.key, offset, shape)
     # Taking all rows would copy every column.
@@ -174,7 +186,7 @@ def _reachable_chunks(key: Column, boxes: BoxColumns, chunks: StoredChunks, axes
 
 
 def runs_plan(runs: Runs) -> LoadPlan:
-    """Return the plan that reads only these runs; it sorts them in file order, like every plan.
+    """Return a plan that reads only these runs, sorted by file and offset.
 
     Examples:
         >>> one = np.ones(1, dtype=np.int64)
@@ -189,7 +201,16 @@ def runs_plan(runs: Runs) -> LoadPlan:
 def _pieces(
     requests: ShardColumns, chunks: StoredChunks, targets: BoxColumns, sources: BoxColumns, left: Column, right: Column
 ) -> Strided:
-    """Return the intersection of each requested box with each stored box, as strided copies."""
+    """Return the intersections of requested boxes with stored boxes, as strided pieces.
+
+    Args:
+        requests: Requested shards.
+        chunks: Stored chunks.
+        targets: Boxes of the requested shards.
+        sources: Boxes of the stored chunks.
+        left: Row in `targets` of each intersecting pair, int64 (pieces,).
+        right: Row in `sources` of each intersecting pair, int64 (pieces,).
+    """
     box, source_box = targets.shape.take(left, axis=0), sources.shape.take(right, axis=0)
     place, source_place = targets.offset.take(left, axis=0), sources.offset.take(right, axis=0)
     offset, shape = geometry.intersect(place, box, source_place, source_box)
@@ -211,7 +232,7 @@ def _pieces(
 
 
 def _dot(left: Column, right: Column) -> Column:
-    """Return the sum of products of each row."""
+    """Return the dot product of each row of one array with the same row of the other, int64 (rows,)."""
     total = left[:, 0] * right[:, 0]
     for axis in range(1, left.shape[1]):
         total += left[:, axis] * right[:, axis]
@@ -219,7 +240,7 @@ def _dot(left: Column, right: Column) -> Column:
 
 
 def _split(pieces: Strided, shortest_run: int) -> tuple[Runs, Strided]:
-    """Return the pieces to be read run by run, as runs, and the other pieces."""
+    """Divide pieces into those that are best read run by run, which are returned as runs, and the other pieces."""
     run = np.ones(len(pieces.file), dtype=np.int64)
     rows = pieces.shape.copy()
     for axis in range(pieces.shape.shape[1] - 1, -1, -1):
@@ -254,7 +275,7 @@ def _runs(pieces: Strided, rows: Column, count: Column, run: Column) -> Runs:
 
 
 def _merge(runs: Runs) -> Runs:
-    """Return runs in file order, with neighbours in both file and memory joined: one call reads them together."""
+    """Return runs in file order, after joining runs that are adjacent in both file and memory: one call reads them."""
     # File order reads storage forwards, and makes neighbours that are joined adjacent rows.
     order = np.lexsort((runs.byte, runs.file))
     file, byte, target, target_byte, length = (
@@ -277,12 +298,13 @@ def _merge(runs: Runs) -> Runs:
 
 
 def read_rounds(columns: ShardColumns, *, most_bytes: int = limits.CAST_BYTES) -> Column:
-    """Return the round in which each shard is read, int64 (shards,); all shards of a tensor share a round.
+    """Divide reads into rounds of bounded size; return the number of each shard's round, int64 (shards,).
 
-    No rank reads more than `most_bytes` in a round, unless a single tensor is larger.
+    All shards of a tensor are in one round. No rank reads more than `most_bytes` in a round, unless a single tensor is
+    larger.
 
     Args:
-        columns: Shards that one rank reads, or all ranks.
+        columns: Shards that one rank reads, or that all ranks read.
         most_bytes: Upper bound of the bytes that a rank reads in one round.
 
     Examples:

@@ -1,4 +1,4 @@
-"""Misfits: reasons why a target can't be loaded, as data, so that errors and explanations have the same text."""
+"""Misfits: records of reasons why a target can't be loaded. Errors and explanations print them alike."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Unexpected:
 
     Attributes:
         key: Key of the tensor, or unique key of the object.
-        near: Most similar stored key; None if there is none.
+        near: Most similar stored key; None if no stored key is similar.
         is_object: Whether the request is a sharded object.
-        path: Path, as text, of the plain tensor of the common state that is probably meant; None if there is none.
-        refusal: Reason why the tensor can't be read, if it is stored after all.
+        path: Path, as text, of a stored plain tensor that the request probably means; None if there is none.
+        refusal: Reason why the tensor can't be read although it is stored; None if it isn't stored.
     """
 
     where: ClassVar[str] = ""
@@ -38,7 +38,7 @@ class Unexpected:
 
     @property
     def what(self) -> str:
-        """The problem, with a guess at the key that is meant."""
+        """The problem, with the most similar stored key as a guess."""
         if self.path is not None:
             return f"not stored as shards: it is a plain tensor of the common state at {self.path}"
         if self.refusal is not None:
@@ -47,7 +47,7 @@ class Unexpected:
 
     @property
     def fix(self) -> str:
-        """Advice about requests that fit the checkpoint."""
+        """Advice on a request that fits the checkpoint."""
         if self.path is not None:
             return "Leave plain tensors of the common state out of the target: `load` returns them where they are."
         if self.is_object:
@@ -58,7 +58,7 @@ class Unexpected:
 
     @property
     def text(self) -> str:
-        """The key, with a guess at the key that is meant."""
+        """The requested key, with the most similar stored key as a guess."""
         if self.path is not None:
             return f"{self.key!r} is a plain tensor of the common state at {self.path}"
         if self.refusal is not None:
@@ -72,8 +72,8 @@ class Mismatch:
 
     Attributes:
         key: Key of the tensor.
-        stored: Stored kind.
-        asked: Requested kind.
+        stored: Stored dtype and global shape.
+        asked: Requested dtype and global shape.
         cast: Whether the load already converts dtypes where it can.
     """
 
@@ -88,7 +88,7 @@ class Mismatch:
 
     @property
     def what(self) -> str:
-        """The stored and the requested kind."""
+        """The stored and the requested dtype and global shape, as text."""
         return f"checkpoint has {self.stored}, target asks for {self.asked}"
 
     @property
@@ -119,7 +119,7 @@ class Gap:
         key: Key of the tensor.
         offset: Offset of the shard in the tensor.
         stored: Number of the shard's elements that are stored.
-        wanted: Number of the shard's elements that should be stored.
+        wanted: Number of the shard's elements that the load needs.
         why: Reason for the missing values, if the format knows it; else empty.
     """
 
@@ -133,18 +133,18 @@ class Gap:
 
     @property
     def where(self) -> str:
-        """The shard's offset."""
+        """The shard's offset, as text."""
         return f"at {self.offset}"
 
     @property
     def what(self) -> str:
-        """The number of elements that are stored, and the reason why the others aren't, if it is known."""
+        """The number of stored elements, and the reason for the missing ones if it is known."""
         more = f": {self.why}" if self.why else ""
         return f"{self.stored} of {self.wanted} elements are stored{more}"
 
     @property
     def fix(self) -> str:
-        """Advice about the elements that can be loaded."""
+        """Advice to load only elements that are stored."""
         if self.why:
             return "Load only stored elements."
         return "Load only stored elements: the checkpoint was saved without all ranks."
@@ -152,7 +152,12 @@ class Gap:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A stored tensor that can't be read here, and the reason."""
+    """A stored tensor that can't be read.
+
+    Attributes:
+        key: Key of the tensor.
+        why: Reason why it can't be read.
+    """
 
     where: ClassVar[str] = ""
     fix: ClassVar[str] = ""
@@ -164,7 +169,7 @@ class Refusal:
 
     @property
     def what(self) -> str:
-        """The reason."""
+        """The reason why the tensor can't be read."""
         return self.why
 
 
@@ -175,7 +180,14 @@ _STATE = re.compile(r"(optimizer\.state\.[^.]+)\.(.*)", re.DOTALL)
 
 
 def by_number(key: str, names: Collection[str]) -> str | None:
-    """Return the key of the first parameter's stored state, if states are stored by number instead of name.
+    """Return the stored key of parameter 0's optimizer state, as an example that states are stored by number.
+
+    Args:
+        key: Requested key of an optimizer state, by the parameter's name.
+        names: Stored keys.
+
+    Returns:
+        The stored key; None if `key` isn't such a key, or the state isn't stored by number.
 
     Examples:
         >>> by_number("optimizer.state.exp_avg.w", ["optimizer.state.exp_avg.0"])
@@ -187,7 +199,7 @@ def by_number(key: str, names: Collection[str]) -> str | None:
 
 
 def wants_names(problem: Unexpected) -> bool:
-    """Return whether an optimizer's state is requested by its parameter's name, but stored by number.
+    """Return whether a problem is an optimizer state that is requested by parameter name, but stored by number.
 
     Examples:
         >>> wants_names(Unexpected("optimizer.state.exp_avg.w", "optimizer.state.exp_avg.0"))
@@ -198,13 +210,13 @@ def wants_names(problem: Unexpected) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class PrefixDifference:
-    """Several keys that aren't stored, but would be if the same prefix was removed from all of them, or added.
+    """Several requested keys that differ from stored keys by the same additional or missing prefix.
 
     Attributes:
         keys: Requested keys.
-        near: Stored key of each of them, in the same order.
-        too_much: Prefix that only the requested keys have; else empty.
-        lacking: Prefix that only the stored keys have; else empty.
+        near: Stored keys that correspond to the requested keys, in the same order.
+        too_much: Prefix that only the requested keys have; empty if `lacking` isn't.
+        lacking: Prefix that only the stored keys have; empty if `too_much` isn't.
     """
 
     where: ClassVar[str] = ""
@@ -219,12 +231,12 @@ class PrefixDifference:
 
     @property
     def key(self) -> str:
-        """The first key."""
+        """The first requested key."""
         return self.keys[0]
 
     @property
     def what(self) -> str:
-        """The excess or missing prefix."""
+        """The prefix by which the stored keys differ, as text."""
         how = f"without their prefix {self.too_much!r}" if self.too_much else f"with {self.lacking!r} before them"
         return f"stored {how}"
 
@@ -237,7 +249,7 @@ class PrefixDifference:
 
 
 def prefix_difference(problems: Sequence[Unexpected]) -> PrefixDifference | None:
-    """Return the single prefix by which all keys differ from stored keys; None if there is none.
+    """Return one `PrefixDifference` if all keys differ from stored keys by the same prefix; else None.
 
     Args:
         problems: Result of `find_unexpected`.
@@ -259,7 +271,9 @@ def prefix_difference(problems: Sequence[Unexpected]) -> PrefixDifference | None
 
 
 def with_prefixes(problems: Sequence[Misfit]) -> list[Misfit | PrefixDifference]:
-    """Return problems with one `PrefixDifference` for all keys that differ from stored keys by the same prefix.
+    """Return problems, with absent keys combined into one `PrefixDifference` if possible.
+
+    It is possible if all of them differ from stored keys by the same prefix.
 
     Examples:
         >>> print(*with_prefixes([Unexpected("b", "model.b"), Unexpected("w", "model.w")]))

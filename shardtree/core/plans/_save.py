@@ -1,4 +1,7 @@
-"""The writer of each shard, and the division of bytes among the ranks that hold them, in balanced amounts."""
+"""Choice of the rank that writes each shard, and balanced division of bytes among the ranks that hold them.
+
+A place is a pair of key and box (or flat range of a box). All replicas of a shard have the same place.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,10 @@ from ..layouts import ShardColumns, check_columns
 
 
 def main_writes(columns: ShardColumns) -> Mask:
-    """Return the shards that are written if ranks don't know each other's layouts: all main replicas.
+    """Choose the shards to write if ranks don't know each other's layouts: all main replicas.
 
     Returns:
-        Flags, bool (shards,).
+        Flags of the chosen shards, bool (shards,).
 
     Examples:
         >>> import torch, shardtree as st
@@ -28,12 +31,13 @@ def main_writes(columns: ShardColumns) -> Mask:
 
 
 def level_writes(columns: ShardColumns, ranks: int) -> Mask:
-    """Return the shards that are written if every rank knows all layouts, with a balanced number of bytes per rank.
+    """Choose the replica of each shard to write, so that all ranks write balanced numbers of bytes.
 
-    Shards that lie on the same set of ranks are sorted by size and assigned to these ranks in snake order (0 1 2 2 1
-    0), so that within a set no rank writes more than the mean plus the largest shard. Sets with fewer ranks, which
-    leave less choice, come first. Within a set, the rank that has least to write so far gets the largest shard.
-    Ties are broken by key, then by box, so that every rank computes the same result from the same columns.
+    Every rank must know the layouts of all ranks. Shards with the same set of holding ranks are sorted by size,
+    largest first, and assigned to these ranks in snake order (0 1 2 2 1 0), beginning with the rank that has least to
+    write so far. Within a set, no rank then writes more than the mean plus the largest shard. Sets with fewer ranks
+    come first, since they leave less choice. Ties are broken by key, then by box, so that every rank computes the same
+    result from the same columns.
 
     Args:
         columns: Shards of all ranks; a shard without any main replica isn't written.
@@ -58,13 +62,16 @@ def level_writes(columns: ShardColumns, ranks: int) -> Mask:
 
 
 def balanced_rows(columns: ShardColumns, ranks: int, place: Column, is_wanted: Mask) -> Mask:
-    """Return flags that choose one rank's row for each wanted place, so that the ranks' numbers of bytes are balanced.
+    """Choose one replica of each wanted shard, so that the chosen bytes are balanced over the ranks.
 
     Args:
         columns: Shards of all ranks.
         ranks: Number of ranks.
-        place: Number of each shard's place (its key and box), as `held_places` returns it, int64 (shards,).
-        is_wanted: Whether each place needs a row, bool (places,).
+        place: Number of each shard's place, as `held_places` returns it, int64 (shards,).
+        is_wanted: Whether a replica of each place must be chosen, bool (places,).
+
+    Returns:
+        Flags of the chosen shards, bool (shards,).
     """
     size = np.zeros(is_wanted.size, dtype=np.int64)
     size[place] = columns.nbytes
@@ -87,12 +94,12 @@ def balanced_rows(columns: ShardColumns, ranks: int, place: Column, is_wanted: M
 
 
 def held_places(columns: ShardColumns) -> tuple[Column, int]:
-    """Return the number of each shard's place (key and box), which is equal for replicas, and the number of places.
+    """Number the distinct places of shards; replicas of a shard get the same number.
 
-    Places are numbered by key, then box, so that all ranks number them alike.
+    Places are numbered in the order of key, then box, so that all ranks number them alike.
 
     Returns:
-        Numbers, int64 (shards,), and the count.
+        The number of each shard's place, int64 (shards,), and the count of places.
     """
     boxes = (*columns.offset.T, *columns.shape.T)
     return row_numbers((columns.key, *boxes, columns.start, columns.stop))
@@ -100,13 +107,13 @@ def held_places(columns: ShardColumns) -> tuple[Column, int]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Holders:
-    """The ranks that hold each place, which is a key and a box.
+    """The ranks that hold a replica of each place, called its holders.
 
     Attributes:
-        place: Number of the place, ascending, int64 (places,).
-        count: Number of its holders, int64 (places,).
-        first: Index of its first holder in `rank`, int64 (places,).
-        rank: Holders, ascending for each place, int64 (holders,).
+        place: Numbers of the places, ascending, int64 (places,).
+        count: Number of holders of each place, int64 (places,).
+        first: Index in `rank` of each place's first holder, int64 (places,).
+        rank: Holders of the first place, ascending, then those of the second place, and so on, int64 (holders,).
     """
 
     place: Column
@@ -125,7 +132,10 @@ def find_holders(place: Column, rank: Column, is_wanted: Mask) -> Holders:
 
 
 def holder_sets(holders: Holders) -> Iterator[tuple[Column, Column]]:
-    """Yield (places, ranks) for each set of several ranks that holds places, smaller sets first."""
+    """Group places by their sets of holders: yield (places, ranks) for each set of two or more ranks.
+
+    Smaller sets come first.
+    """
     for count in distinct(holders.count[holders.count > 1]).tolist():
         numbers = np.flatnonzero(holders.count == count)
         members = holders.rank[holders.first[numbers][:, None] + np.arange(count)]
@@ -153,13 +163,13 @@ _MANY_SETS = 2000
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeldLine:
-    """Pieces that one set of ranks holds, laid end to end as a line, with the offsets at which it may be cut.
+    """Items of data that one set of ranks holds, laid end to end as a line of bytes to divide among these ranks.
 
     Attributes:
-        item: Number of each piece, int64 (items,).
-        size: Size of each piece in bytes, int64 (items,).
-        row: Row size in bytes: a piece may be cut at multiples of it; 0 if it may not be cut, int64 (items,).
-        holders: Ranks that hold the pieces, ascending, int64 (holders,).
+        item: Number of each item, int64 (items,).
+        size: Size of each item in bytes, int64 (items,).
+        row: Row size of each item in bytes, int64 (items,). An item may be cut between rows; 0 if it must stay whole.
+        holders: Ranks that hold the items, ascending, int64 (holders,).
     """
 
     item: Column
@@ -170,7 +180,14 @@ class HeldLine:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Parts:
-    """Parts of a line's pieces with their senders: item, first byte, end and rank, int64 (parts,) each."""
+    """Parts of items, each with the rank that sends or reads it.
+
+    Attributes:
+        item: Number of the item, int64 (parts,).
+        begin: Offset of the part's first byte in the item, int64 (parts,).
+        end: Offset after the part's last byte in the item, int64 (parts,).
+        sender: Rank that sends or reads the part, int64 (parts,).
+    """
 
     item: Column
     begin: Column
@@ -179,13 +196,13 @@ class Parts:
 
 
 def deal_out(alone: Parts, lines: list[HeldLine], load: Column, shortest_cut: int) -> Parts:
-    """Return the sender, or reader, of each part: a line is divided among its holders so that loads are balanced.
+    """Divide each line among its holders, so that all ranks send, or read, balanced numbers of bytes.
 
     Args:
-        alone: Parts that only one rank can take.
-        lines: Lines that several ranks can share.
-        load: Number of other bytes of each rank, int64 (ranks,).
-        shortest_cut: Least number of bytes in a part of a cut piece.
+        alone: Parts that only one rank can take; the result has them too.
+        lines: Lines to divide.
+        load: Number of further bytes of each rank, int64 (ranks,).
+        shortest_cut: Smallest size of a part in bytes, if its item is cut.
 
     Examples:
         >>> none, one = np.zeros(0, dtype=np.int64), np.array([100])
@@ -219,7 +236,13 @@ def _add_load(load: Column, parts: Parts, sign: int) -> Column:
 
 
 def _assign_line(line: HeldLine, load: Column, shortest_cut: int) -> Parts:
-    """Return a line's pieces with their senders: each holder gets an interval whose length balances its load."""
+    """Divide a line among its holders: each gets an interval, longer if its load is lower.
+
+    Args:
+        line: Line to divide.
+        load: Number of other bytes of each holder, int64 (holders,).
+        shortest_cut: Smallest size of a part in bytes, if its item is cut.
+    """
     end = np.cumsum(line.size)
     begin = end - line.size
     bounds = np.cumsum(_shares(load, int(end[-1])))[:-1]
@@ -234,7 +257,15 @@ def _assign_line(line: HeldLine, load: Column, shortest_cut: int) -> Parts:
 
 
 def snap(bounds: Column, begin: Column, size: Column, row: Column, shortest_cut: int) -> Column:
-    """Return the cuts of a line: each bound moves to the nearest begin of a row, or to its piece's nearer end."""
+    """Move bounds of a line to allowed cuts: the nearest row's begin, or an end of the item.
+
+    Args:
+        bounds: Intended cuts, as offsets in the line, int64 (cuts,).
+        begin: Offset in the line of the item that contains each bound, int64 (cuts,).
+        size: Size of that item, int64 (cuts,).
+        row: Row size of that item, 0 if it must stay whole, int64 (cuts,).
+        shortest_cut: Smallest size of a part in bytes, if its item is cut.
+    """
     at = bounds - begin
     whole = np.where(2 * at > size, size, 0)
     rows = np.maximum(row, 1)
@@ -244,7 +275,15 @@ def snap(bounds: Column, begin: Column, size: Column, row: Column, shortest_cut:
 
 
 def _shares(load: Column, total: int) -> Column:
-    """Return shares that add up to a total; added to the loads, they make the highest load as low as possible."""
+    """Divide a number of bytes among ranks, so that the highest of the resulting loads is as low as possible.
+
+    Args:
+        load: Number of bytes that each rank has already, int64 (ranks,).
+        total: Number of bytes to divide.
+
+    Returns:
+        Each rank's share of the total, int64 (ranks,).
+    """
     order = np.argsort(load, kind="stable")
     above = load[order] - load.min()
     need = above * np.arange(load.size) - (np.cumsum(above) - above)

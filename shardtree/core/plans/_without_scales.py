@@ -1,4 +1,4 @@
-"""Quantised values that a load would convert without the scales beside them."""
+"""Quantised tensors that a load would convert to another dtype without applying the scales stored beside them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from ..trees import BY_SCALES, scaled_values, scaled_what
 
 @dataclass(frozen=True, slots=True)
 class ScaledValues:
-    """Values that would be converted without the scales beside them.
+    """A quantised tensor that a load would convert to another dtype without applying its scales.
 
     Attributes:
-        key: Key of the tensor.
+        key: Key of the quantised tensor.
         dtype: Stored dtype.
-        scales: Keys of the scales.
+        scales: Keys of the stored scales.
     """
 
     where: ClassVar[str] = ""
@@ -35,7 +35,7 @@ class ScaledValues:
 
     @property
     def what(self) -> str:
-        """The scales that the values need."""
+        """The dtype, and the scales that the values need, as text."""
         return scaled_what(self.dtype, self.scales)
 
 
@@ -45,14 +45,14 @@ def find_scaled(
     stored: Callable[[Sequence[str]], Mapping[str, TensorKind]],
     is_plain: Callable[[str], bool],
 ) -> tuple[ScaledValues, ...]:
-    """Return the tensors whose values would be converted without the scales stored beside them.
+    """Return the requested tensors that a load would convert without applying the scales stored beside them.
 
     Args:
         shards: Requested shards.
-        kinds: Stored kinds by key; some of the shards' keys may be missing.
-        stored: Function from keys to stored kinds. It also knows keys that only other ranks request, so that all ranks
-            get the same result.
-        is_plain: Predicate: whether the values of a key need no scales.
+        kinds: Stored dtype and global shape by key; some of the shards' keys may be missing.
+        stored: Function from keys to stored dtypes and global shapes. It also knows keys that only other ranks request,
+            so that all ranks get the same result.
+        is_plain: Predicate of a key: whether its values need no scales.
 
     Examples:
         >>> import torch

@@ -1,4 +1,4 @@
-"""Look-up of the paths of a target's leaves in a stored or joined tree."""
+"""Look-up of a target's paths in a stored tree, or in the result of `join`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ._nodes import Tree
 
 
 def deepest(tree: Tree, path: TreePath) -> tuple[Tree, int]:
-    """Return the deepest node of a tree along a path, and the number of the path's entries that lead to it.
+    """Follow a path through a tree as far as possible; return the last node, and the number of entries followed.
 
     Args:
         tree: Stored common tree, or the result of `join`.
-        path: Path of a target's leaf. Stored records have fields where the target's namedtuples have positions.
+        path: Path of a target's leaf. A position in the path also leads to a field of a stored `Record`.
 
     Examples:
         >>> from shardtree.trees import HOLE
@@ -35,11 +35,13 @@ def deepest(tree: Tree, path: TreePath) -> tuple[Tree, int]:
 
 
 def nodes_at(tree: Tree, paths: Iterable[TreePath]) -> dict[TreePath, Tree]:
-    """Return a tree's nodes along paths, by path, in time linear in the sizes of containers and paths.
+    """Return every node of a tree on the way to any of the given paths, by the node's own path.
+
+    The time is linear in the sizes of containers and paths.
 
     Args:
-        tree: Stored tree, as for `deepest`.
-        paths: Paths of a target's leaves.
+        tree: Stored common tree, or the result of `join`.
+        paths: Paths of a target's leaves; entries that the tree lacks are left out.
 
     Examples:
         >>> nodes_at({"step": [3, 4]}, [("step", 1), ("lr",)])
@@ -63,7 +65,7 @@ def _entries_and_positions(node: Tree) -> Mapping[Any, Tree]:
 
 
 def unfilled(tree: Tree, plain: Iterable[tuple[TreePath, Any]]) -> list[TreePath]:
-    """Return the paths of a target's plain tensors that a joined tree lacks, or has a container for.
+    """Return the paths of a target's plain tensors at which a joined tree has nothing, or only a container.
 
     Args:
         tree: Result of `join` for a stored tree and the target.

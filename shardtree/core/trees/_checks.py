@@ -1,4 +1,4 @@
-"""Checks of whole trees: a value must be a tree, and must not hide parts of tensors from tree maps."""
+"""Checks of whole trees: a value must be a tree, and must not hide shards or tensors from tree maps."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _OURS = (ShardedBase, LocalNonpersistentObject, LazyTensor, Record)
 
 
 def check_is_tree(doing: str, tree: Any) -> None:
-    """Raise unless a value is a container that tree maps enter, without shards in containers that they don't enter.
+    """Raise unless a value is a tree, whose shards are all in containers that tree maps enter.
 
     Args:
         doing: Name of the operation, for the message.
@@ -68,10 +68,10 @@ def check_is_tree(doing: str, tree: Any) -> None:
 
 @contextmanager
 def refuse_too_deep(doing: str) -> Iterator[None]:
-    """Name the operation in errors of tree maps about trees that are too deep, and about hidden shards.
+    """Return a context manager that puts the operation's name before errors about too deep trees or hidden shards.
 
     Args:
-        doing: Name of the operation, for the message.
+        doing: Name of the operation.
 
     Raises:
         TreeError: The tree exceeded Python's recursion limit.
@@ -90,12 +90,16 @@ def refuse_too_deep(doing: str) -> Iterator[None]:
 def refuse_hidden(doing: str, leaves: Sequence[tuple[TreePath, Any]]) -> None:
     """Raise if a leaf hides shards or tensors from tree maps: they would be stored as a plain value, or be lost.
 
+    Args:
+        doing: Name of the operation, for the message.
+        leaves: Path and value of each leaf.
+
     Raises:
-        TreeError: Leaves are another library's parts of tensors (DTensors, Megatron-Core's leaves, JAX's arrays), or
+        TreeError: Leaves are sharded tensors of another library (DTensors, Megatron-Core's leaves, JAX's arrays), or
             objects with a state_dict; the error names all of them, and the values to pass instead.
-        UnsupportedValue: Shards, such parts or local objects lie in values; or instances of dataclasses and attrs
-            classes hold tensors; or the data of shards are wrapper subclasses. The error names all offenders of the
-            first of these kinds.
+        UnsupportedValue: The data of shards are wrapper subclasses; the error names these shards only. Or shards, local
+            objects, DTensors or Megatron-Core's leaves lie inside values, or instances of dataclasses or attrs classes
+            hold tensors; the error names all such leaves.
 
     Examples:
         >>> refuse_hidden("save", [(("options",), {1, 2})])
@@ -123,6 +127,10 @@ def _named_type(leaf: Any) -> str:
 
 def refuse_wrappers(doing: str, leaves: Sequence[tuple[TreePath, Any]]) -> None:
     """Raise if the data of a shard is a wrapper subclass, whose elements are in its inner tensors.
+
+    Args:
+        doing: Name of the operation, for the message.
+        leaves: Path and value of each leaf.
 
     Raises:
         UnsupportedValue: Such shards exist; the error names all of them with their classes.
@@ -160,7 +168,10 @@ def _other_form(leaf: Any) -> str:
 
 
 def _hides_any(leaf: Any) -> bool:
-    """Return whether a leaf holds shards or parts of tensors, or an instance with tensors that would lose its class."""
+    """Return whether shards lie inside a leaf, or tensors in an instance of a dataclass or attrs class.
+
+    Such an instance would lose its class. DTensors, Megatron-Core's leaves and local objects count as shards.
+    """
     if any(map(_is_part, reachable(inside(leaf)))):
         return True
     # One search for all values, so that contents that many of them share are searched once.
@@ -178,7 +189,9 @@ _MEGATRON: Final = {
 
 
 def megatron_kind(leaf: Any) -> str | None:
-    """Return the name of the Megatron-Core class of a leaf, for any version; None for our leaves and other values.
+    """Return the name of a leaf's Megatron-Core class, such as "ShardedTensor"; None for our leaves and other values.
+
+    The class is recognised by its name and attributes, so that any version will do.
 
     Examples:
         >>> megatron_kind(LocalNonpersistentObject(3)), megatron_kind(3.5)
@@ -195,7 +208,7 @@ def _is_dtensor(value: Any) -> bool:
 
 
 def _is_part(value: Any) -> bool:
-    """Return whether a value is a shard, another library's part of a tensor, or a local object."""
+    """Return whether a value is a shard, a DTensor, a Megatron-Core leaf or a local object."""
     ours = isinstance(value, (ShardedBase, LocalNonpersistentObject))
     return ours or _is_dtensor(value) or megatron_kind(value) is not None
 
@@ -219,7 +232,7 @@ def holds_tensors(value: Any) -> bool:
 
 
 def is_plain_tensor(leaf: Any) -> bool:
-    """Return whether a target's leaf holds plain tensors, which a load fills on this rank alone.
+    """Return whether a target's leaf is or contains plain tensors, which a load fills on this rank alone.
 
     Examples:
         >>> is_plain_tensor(torch.zeros(2)), is_plain_tensor(LocalNonpersistentObject(torch.zeros(2)))
@@ -229,7 +242,11 @@ def is_plain_tensor(leaf: Any) -> bool:
 
 
 def refuse_without_elements(doing: str, leaves: Sequence[tuple[TreePath, Any]]) -> None:
-    """Raise if a plain tensor, or a tensor in an object, has no memory, since torch would still try to read it.
+    """Raise if a plain tensor, or a tensor inside an object, is freed or uninitialised: torch would still read it.
+
+    Args:
+        doing: Name of the operation, for the message.
+        leaves: Path and value of each leaf.
 
     Raises:
         UnsupportedValue: Such tensors exist; the error names all of them.
@@ -250,6 +267,10 @@ def refuse_without_elements(doing: str, leaves: Sequence[tuple[TreePath, Any]]) 
 
 def refuse_shapeless(doing: str, leaves: Iterable[tuple[TreePath, Any]]) -> None:
     """Raise if a plain tensor has no single shape: an uninitialised parameter, or a nested tensor.
+
+    Args:
+        doing: Name of the operation, for the message.
+        leaves: Path and value of each leaf.
 
     Raises:
         TreeError: Such tensors exist; the error names all of them.

@@ -1,6 +1,6 @@
-"""The common state: the stored part of a tree, the comparison of ranks' parts, and their union.
+"""The common state of a tree, which is all its plain values: its form in storage, comparison and union over ranks.
 
-Holes keep the positions of shards between a save and a load.
+Holes (`HOLE`) take the places of shards in a common tree, so that a load can put the loaded tensors there.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ._nodes import HOLE, Tree, drop_holes, entries, is_dict, is_subclass, like,
 def common_with_holes(tree: Tree) -> Tree:
     """Return a tree's common state for storage: sharded leaves and nonpersistent objects become holes.
 
-    A container of nothing but holes becomes a hole itself, except the outermost container. Empty containers stay. An
+    A container that holds only holes becomes a hole itself, except the outermost container. Empty containers stay. An
     instance of a class that users registered with optree becomes a dict of its entries.
 
     Examples:
@@ -65,9 +65,10 @@ def _without_holes(tree: Tree) -> Tree:
 
 
 def comparable(common: Any) -> Any:
-    """Return the part of a common tree that must be the same on all ranks: only values, no holes.
+    """Return a common tree's values, which must be equal on all ranks, without holes and empty containers.
 
-    Containers are new.
+    The result is a tree of new containers. In lists and tuples, holes stay before and between values, since they keep
+    positions.
 
     Examples:
         >>> comparable({"w": HOLE, "step": 1, "none here": []}), comparable([HOLE, HOLE])
@@ -80,7 +81,9 @@ def comparable(common: Any) -> Any:
 
 
 def values_only(tree: Tree) -> Tree:
-    """Return a tree without holes, and without containers that hold nothing else; a hole if nothing remains.
+    """Return a tree without the holes of its dicts, and without containers that hold no value; a hole if none remains.
+
+    In a list or tuple with values, holes stay, since they keep positions.
 
     Examples:
         >>> values_only([HOLE, {"w": HOLE, "step": 1}]), values_only([HOLE, {}])
@@ -109,7 +112,7 @@ United = Mapping[TreePath, Set[Any]]
 
 @refusing_depth
 def unite(trees: Mapping[int, Tree]) -> tuple[Tree, Conflicts]:
-    """Return the union of ranks' common trees, and their conflicts.
+    """Return the union of several ranks' common trees, and the values in which they conflict.
 
     Dicts are united by key, at any depth. Any other value that several ranks have at one path must have the same bits.
     This includes lists, whose positions don't show to which rank a value belongs. Holes and empty containers agree with
@@ -119,7 +122,8 @@ def unite(trees: Mapping[int, Tree]) -> tuple[Tree, Conflicts]:
         trees: Common tree of each rank, with or without holes.
 
     Returns:
-        The union, which has the first rank's value at a conflict; and the conflicts: each rank's value, by path.
+        The union, which has the first rank's value where ranks conflict; and a dict from the path of each conflict to
+        the value of each rank.
 
     Examples:
         >>> unite({0: {"lr": {"embed": 0.1}, "step": 3}, 1: {"lr": {"head": 0.2}, "step": 4}})
@@ -145,7 +149,10 @@ def _unite(trees: Mapping[int, Tree], path: TreePath, conflicts: Conflicts) -> T
 
 
 def united(trees: Sequence[Tree]) -> United:
-    """Return the keys that all ranks have, by path, for each dict in which some ranks have further keys.
+    """Return the dicts in which ranks have different keys: the path of each, with the keys that all ranks have.
+
+    Args:
+        trees: Common tree of each rank.
 
     Examples:
         >>> united([{"lr": {"embed": 0.1, "max": 1}, "step": 3}, {"lr": {"head": 0.2, "max": 1}, "step": 3}])
@@ -165,17 +172,17 @@ def _shared_keys(trees: Sequence[Tree], path: TreePath) -> Iterator[tuple[TreePa
 
 @refusing_depth
 def restrict(tree: Tree, like: Tree, at: United | None = None) -> Tree:
-    """Return the part of a tree whose keys another tree has; a dict that has none of the other's keys stays whole.
+    """Return the tree without dict keys that another tree lacks.
 
-    A rank thereby gets its part of a common state that is the union of several ranks' states. Lists, leaves, holes and
-    empty containers stay whole. A load does this itself if the checkpoint's format records which dicts were united, as
-    the native format and zarr do.
+    A rank thereby gets its part of a common state that is the union of several ranks' states. A dict that has none of
+    the other tree's keys stays whole, as do lists, leaves, holes and empty containers. A load restricts trees itself if
+    the checkpoint's format records which dicts were united, as the native format and zarr do.
 
     Args:
         tree: Tree to restrict, such as the result of `load`.
         like: Tree with the wanted keys, such as the target.
-        at: Keys that always stay, by the path of each dict to restrict, as `united` returns them; by default all dicts
-            are restricted, and none of their keys always stays.
+        at: Paths of the dicts to restrict, each with the keys that stay in any case, as `united` returns them. By
+            default all dicts are restricted, and no key stays in any case.
 
     Examples:
         >>> loaded = {"lr": {"embed": 0.1, "head": 0.2}, "betas": {"embed": 0.9, "head": 0.8}, "step": 3}

@@ -46,16 +46,16 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class WorstElement:
-    """The element of two tensors that exceeds its tolerance most, and the number of elements that exceed it.
+    """The element that exceeds its tolerance most in a pair of compared tensors.
 
     Attributes:
-        path: Path of the tensor in its tree, or of the shard whose local tensor it is.
+        path: Path of the tensors in their trees, or of the shards that hold them.
         index: Index of the element.
         left: Value in the left tree, as a Python number, which may be complex.
         right: Value in the right tree.
         error: Absolute difference of the two values.
         allowed: Tolerance of the element, ``atol + rtol * abs(right)``.
-        count: Number of elements beyond their tolerance.
+        count: Number of elements of the pair that exceed their tolerance.
     """
 
     path: TreePath
@@ -77,7 +77,7 @@ class NumericDifference(Difference):
     """The paths at which two trees differ by more than tolerances.
 
     Attributes:
-        errors: The worst element of each compared tensor in `mismatch`, in the order of their excess.
+        errors: Worst element of each leaf in `mismatch` that could be compared numerically, largest excess first.
     """
 
     errors: tuple[WorstElement, ...] = ()
@@ -93,12 +93,12 @@ def diff(
 def diff(
     x1: Tree, x2: Tree, prefix: TreePath = (), *, rtol: float | None = None, atol: float | None = None
 ) -> Difference:
-    """Return the paths at which two trees differ; values are equal if their type and bits are, without tolerances.
+    """Return the paths at which two trees differ, by default bit for bit.
 
-    Tensors and arrays are equal if dtype, shape and every bit are: NaN equals the same NaN, 0.0 isn't -0.0. Devices
-    aren't compared. Shards are equal if their metadata and data are. Functions are equal if they run the same code with
-    equal captured values, as in two factories of one lens. The class and order of dicts don't matter; a tuple may equal
-    a namedtuple, but not a list. Records of one type are compared field by field.
+    Values are equal if their types and bits are, tensors and arrays also by shape: NaN equals the same NaN, 0.0 isn't
+    -0.0. Devices aren't compared. Shards are equal if their metadata and data are. Functions are equal if they run the
+    same code with equal captured values, as in two factories of one lens. The class and order of dicts don't matter; a
+    tuple may equal a namedtuple, but not a list. Records of one type are compared field by field.
 
     With tolerances, elements of floating-point and complex tensors, arrays and numbers of one dtype and shape are equal
     if they are at most ``atol + rtol * abs(right)`` apart, and any NaN equals any other NaN. The result is then a
@@ -108,7 +108,7 @@ def diff(
     Args:
         x1: The left tree.
         x2: The right tree.
-        prefix: Path of both trees in a larger one, with which the paths begin.
+        prefix: Path of both trees in a larger one; each path of the result begins with it.
         rtol: Tolerance relative to the right tree's elements. None counts as 0 if `atol` is given.
         atol: Absolute tolerance. None counts as 0 if `rtol` is given; if both are None, bits are compared.
 
@@ -241,7 +241,7 @@ _NUMBERS = {
 
 
 def value_at(tree: Any, path: TreePath) -> str:
-    """Return a short text for the value at a path of a tree, for messages.
+    """Return a short text for a tree's value at a path, for messages; 'nothing' if it has none.
 
     Examples:
         >>> value_at({"lr": 0.1}, ("lr",)), value_at({"lr": 0.1}, ("step",))
@@ -255,7 +255,7 @@ def value_at(tree: Any, path: TreePath) -> str:
 
 
 def _value_text(value: Any) -> str:
-    """Return plain values and small tensors in full, and the type of anything else."""
+    """Return a value as text: scalars and small tensors in full, other tensors by shape and dtype, the rest by type."""
     if isinstance(value, (bool, int, float, complex, str, bytes, type(None))):
         return repr(value)
     if isinstance(value, (torch.Tensor, np.ndarray)) and not (isinstance(value, torch.Tensor) and is_lazy(value)):

@@ -33,7 +33,7 @@ def empty_data(shape: Sequence[int], dtype: torch.dtype, device: torch.device | 
 
 
 def full_data(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str, fill: float) -> torch.Tensor:
-    """Return a tensor filled with a number; every dtype supports zero.
+    """Return a tensor filled with a number; zero is possible for every dtype.
 
     Raises:
         ShapeError: The dtype can't hold the number exactly.
@@ -57,12 +57,12 @@ def full_data(shape: Sequence[int], dtype: torch.dtype, device: torch.device | s
 
 def _refuse_fill(fill: float, dtype: torch.dtype, actual: object) -> NoReturn:
     what = f"a tensor of {dtype} can't hold the padding {fill}"
-    raise ShapeError(error_text(what, found=actual, expected="a number of that dtype"))
+    raise ShapeError(error_text(what, found=actual, expected="a number of that dtype", fix="Pad with such a number."))
 
 
 @cache
 def torch_converts(before: torch.dtype, after: torch.dtype) -> bool:
-    """Return whether torch converts elements of one dtype to another.
+    """Return whether `torch.Tensor.to` converts elements of one dtype to another.
 
     Examples:
         >>> torch_converts(torch.float8_e4m3fn, torch.float32), torch_converts(torch.bits16, torch.float32)
@@ -77,7 +77,9 @@ def torch_converts(before: torch.dtype, after: torch.dtype) -> bool:
 
 
 def padding_like(data: Any, shape: Sequence[int], fill: float) -> Any:
-    """Return a tensor filled with a number, with the dtype and device of `data`; lazy if `data` is.
+    """Return a tensor of a shape, filled with a number, for joining with `data`.
+
+    It has the dtype and device of `data`, and is a lazy tensor if `data` is one.
 
     Examples:
         >>> padding_like(torch.ones(3), (2,), 7)
@@ -93,7 +95,7 @@ def padding_like(data: Any, shape: Sequence[int], fill: float) -> Any:
 
 
 def join_data(join: Callable[..., Any], parts: Sequence[Any], axis: int) -> Any:
-    """Return tensors joined along an axis, as a lazy tensor if they are lazy.
+    """Join tensors along an axis; return a lazy tensor if they are lazy.
 
     Args:
         join: The function `torch.cat` or `torch.stack`.
@@ -101,7 +103,7 @@ def join_data(join: Callable[..., Any], parts: Sequence[Any], axis: int) -> Any:
         axis: Axis along which they are joined.
 
     Raises:
-        ShapeError: The tensors have several dtypes.
+        ShapeError: The tensors have different dtypes.
 
     Examples:
         >>> join_data(torch.stack, [torch.zeros(2), torch.ones(2)], 0)
@@ -270,9 +272,10 @@ def _cast(leaf: Any, dtype: torch.dtype) -> Any:
 
 
 def narrow(tree: Tree, dim: int, start: int, length: int) -> Tree:
-    """Return the tree with each shard narrowed to [start, start + length) along an axis of its box, as views.
+    """Return the tree with each shard narrowed to [start, start + length) along an axis of its box.
 
-    A box becomes one shard. A flat shard becomes the list of its remaining runs, possibly empty.
+    The new data are views. A box becomes one shard. A flat shard becomes a list of flat shards, possibly empty: one for
+    each contiguous run of elements that remains.
 
     Args:
         tree: Any tree without factories.
@@ -282,7 +285,7 @@ def narrow(tree: Tree, dim: int, start: int, length: int) -> Tree:
 
     Raises:
         TreeError: The tree has factories, whose boxes aren't known before they are applied.
-        ShapeError: The range doesn't fit a shard; the error has a note of its path.
+        ShapeError: The range doesn't fit a shard; a note of the error names the shard's path.
 
     Examples:
         >>> from shardtree.mapping import ShardedTensor

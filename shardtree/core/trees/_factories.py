@@ -1,4 +1,4 @@
-"""Application of factories, merging of loaded results, and metadata of the resulting checkpoint."""
+"""Factories in trees: their application before a save, merges of loaded subtrees, and the resulting metadata."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def apply_factories(sharded_state_dict: Tree) -> Tree:
 
     Raises:
         TreeError: Factories build factories more than 32 deep.
-        Exception: An error of a build function, with a note of the factory's path.
+        Exception: An error of a build function, with a note that names the factory's path.
 
     Examples:
         >>> import torch
@@ -48,23 +48,23 @@ def apply_factories(sharded_state_dict: Tree) -> Tree:
 
 
 def merge_anew(factory: ShardedTensorFactory, parts: Tree) -> Any:
-    """Return the result of a factory's merge function."""
+    """Merge a factory's loaded subtree by its merge function, without filling existing memory."""
     return factory.merge_fn(parts)
 
 
 def build_factories(
     tree: Tree, merge_one: MergeOne = merge_anew, *, is_target: bool = False
 ) -> tuple[Tree, Callable[[Tree], Tree]]:
-    """Return `apply_factories(tree)`, and the function that merges a loaded tree of that structure.
+    """Return `apply_factories(tree)`, and a function that merges a loaded tree of that structure.
 
-    The function is ``loaded -> apply_factory_merges(loaded, tree)``, but remembers the built subtrees, so that nothing
-    is built twice.
+    The function returns ``apply_factory_merges(loaded, tree)``, but builds nothing again, since it keeps the built
+    subtrees.
 
     Args:
         tree: Tree with factories.
-        merge_one: Function that merges the loaded subtree of one factory.
-        is_target: Whether the tensors of factories are only memory to fill, so that their elements mustn't be read. If
-            a build function has an attribute `for_target`, as those of lenses do, that function is called instead.
+        merge_one: Function from a factory and its loaded subtree to the merged value.
+        is_target: Whether the tensors of factories are only memory to fill, so that their elements must not be read. A
+            build function may have an attribute `for_target`, as those of lenses do, which is then called instead.
     """
     trees: dict[int, Tree] = {}
     shards = _build(tree, trees, 0, is_target=is_target)
@@ -72,7 +72,14 @@ def build_factories(
 
 
 def _build(tree: Tree, trees: dict[int, Tree], depth: int, *, is_target: bool) -> Tree:
-    """Return the tree with its factories applied, adding each built subtree to `trees`, by the factory's id."""
+    """Return the tree with its factories applied, and add each built subtree to `trees`, by the factory's id.
+
+    Args:
+        tree: Tree, or subtree that a factory has built.
+        trees: Built subtrees, which this function adds to.
+        depth: Number of nested factories that built the tree; 0 for the whole tree.
+        is_target: Whether the tensors of factories are only memory to fill.
+    """
 
     def on_leaf(leaf: Any) -> Any:
         if not isinstance(leaf, ShardedTensorFactory):
@@ -97,7 +104,7 @@ def _built_target(factory: ShardedTensorFactory) -> Tree:
 
 
 def apply_factory_merges(x1: Tree, x2: Tree, key: TreePath = ()) -> Tree:
-    """Return a loaded tree with each factory's merge applied to the subtree at its path.
+    """Return a loaded tree in which each factory's merged tensor replaces the subtree that was loaded for it.
 
     Args:
         x1: Loaded tree, in the structure of `apply_factories`. Subtrees with nothing to merge are shared.
@@ -106,12 +113,12 @@ def apply_factory_merges(x1: Tree, x2: Tree, key: TreePath = ()) -> Tree:
         key: Path of both trees in a larger one, for errors.
 
     Returns:
-        A new tree. A factory with data builds once more, to find factories in the built subtree; a factory without
-        data is assumed to build none.
+        A new tree. A factory with data builds its subtree again, in which further factories are found and merged. A
+        factory without data is assumed to build none.
 
     Raises:
         TreeError: `x1` has no subtree for a factory; the error names the factory's path.
-        Exception: An error of a merge function, with a note of the factory's path.
+        Exception: An error of a merge function, with a note that names the factory's path.
 
     Examples:
         >>> import torch
@@ -126,7 +133,7 @@ def apply_factory_merges(x1: Tree, x2: Tree, key: TreePath = ()) -> Tree:
 
 
 def held_tensors(tree: Tree) -> list[tuple[str, torch.Tensor]]:
-    """Return a (key, tensor) pair for each of a tree's factories that holds a tensor with elements.
+    """Return the tensors of a tree's factories as (key, tensor) pairs, without those that have no elements.
 
     Examples:
         >>> import torch
@@ -140,14 +147,15 @@ def held_tensors(tree: Tree) -> list[tuple[str, torch.Tensor]]:
 
 
 def merge_into_held(doing: str, tree: Tree) -> MergeOne:
-    """Return the merge function for a donated tree, which writes into the tensors of its factories.
+    """Return a `merge_one` for `build_factories` that merges into the tensors of a donated target's factories.
 
-    If the loaded parts are views that together cover a factory's tensor, it is filled already. Otherwise the merged
-    value is copied into it, unless several factories hold the tensor: their merged values may differ.
+    If the loaded tensors are views that together make up a factory's tensor, it is filled already. Otherwise the merged
+    value is copied into it. Nothing is copied, and the merged value is returned, if its shape or dtype differs, or if
+    several factories have the same tensor, since their merged values may differ.
 
     Args:
         doing: Name of the operation, for messages.
-        tree: The target.
+        tree: Target, whose factories' tensors may be written.
 
     Raises:
         ShapeError: A factory's tensor shares memory with another leaf's, or its own elements share memory.
@@ -210,7 +218,14 @@ def _holds_factory(tree: Tree) -> bool:
 
 
 def _checked_entries(data: Tree, tree: Tree, children: Mapping[Any, Tree], path: TreePath) -> Mapping[Any, Tree]:
-    """Return the entries of a loaded container, after checking that it has all that factories need."""
+    """Return the children of a loaded container by entry, or raise TreeError if some that factories merge are missing.
+
+    Args:
+        data: Loaded container.
+        tree: Container of the tree with factories, at the same path.
+        children: Children of `tree` that are or hold factories.
+        path: Path of both containers.
+    """
     places = entries(data)
     # Dicts have keys as entries, sequences positions.
     fits = is_dict(tree) if is_dict(data) else is_sequence(tree) or is_dict(tree) or type(data) is type(tree)
@@ -237,7 +252,7 @@ def _misfit(
 
 
 def extract_metadata(tree: Tree) -> dict[str, ShardedTensor | ShardedObject]:
-    """Return the first shard of each tensor of a tree and every sharded object, without data, by key.
+    """Return the metadata of a tree by key: the first shard of each tensor, and every sharded object, without data.
 
     Factories are applied first. Sharded objects have their `unique_key` as key.
 

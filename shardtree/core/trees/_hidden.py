@@ -1,4 +1,4 @@
-"""Search of values that tree maps don't enter, and the error for values that hide shards."""
+"""Search inside values that tree maps don't enter, and the error for shards that are hidden there."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ HIDDEN = "shards hidden in values"
 
 
 def flatten_visible(tree: Tree) -> tuple[list[Any], optree.PyTreeSpec]:
-    """Return a tree's leaves, shards among them, and its structure, after checking that no leaf hides shards.
+    """Return a tree's leaves and structure, with shards as leaves, after checking that no leaf hides shards.
 
     Raises:
         UnsupportedValue: Shards lie in values that aren't nodes, such as an instance of a class that isn't registered.
@@ -66,7 +66,7 @@ def hides_shards(*leaves: Any) -> bool:
 
 
 def inside(value: Any) -> Iterable[Any]:
-    """Return the contents of a value that tree maps don't enter: its items, or else its attributes, slots included."""
+    """Return the values directly inside a value: a container's items, or else the attributes, slots included."""
     if isinstance(value, np.ndarray) and value.dtype == object:
         return value.flat
     if type(value) in PLAIN or isinstance(value, OPAQUE):
@@ -89,7 +89,12 @@ def _slot_names(kind: type) -> Iterable[str]:
 
 
 def reachable(values: Iterable[Any], into: Any = object) -> Iterator[Any]:
-    """Yield values, and below values of the types `into` also their contents; each once, so that cycles end."""
+    """Yield values and everything inside them, each object once, so that cycles end.
+
+    Args:
+        values: Values at which the search begins.
+        into: Class or classes whose instances are entered; other values are yielded, but not searched.
+    """
     seen: set[int] = set()
     left = [(value, 0) for value in values]
     while left:

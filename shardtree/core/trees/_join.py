@@ -1,8 +1,8 @@
-"""The join of a stored common tree with a target's loaded values, and records, which appear in stored trees.
+"""The join of a stored common tree with a target's loaded values, and `Record`, a stored instance without its class.
 
-The rank that stored a tree determines which paths have holes or empty containers, so a join must not depend on these:
-every container of the target is in the result. Records replace instances of classes, since no file may name a class to
-import.
+Holes and empty containers in a stored tree describe only the rank that stored it, so a join must not depend on them:
+every container of the target is in the result. A `Record` replaces an instance of a class, since no file may name a
+class to import.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def stored_entries(node: Tree) -> Mapping[Any, Tree] | None:
-    """Return a container's entries; a record's are its fields."""
+    """Return a container's children by entry, or a record's fields by name; None for a leaf."""
     return node.fields if isinstance(node, Record) else entries(node)
 
 
@@ -93,7 +93,7 @@ Own = Mapping[TreePath, Any]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Spare:
-    """A container of only the target's own values, used only if the enclosing container needs an entry there."""
+    """A container with only the target's own values, used only if the enclosing container needs an entry there."""
 
     value: Tree
 
@@ -118,9 +118,9 @@ def join(common: Tree, target: Tree, own: Own | None = None) -> Tree:
             `LocalNonpersistentObject` is unwrapped here, and its value isn't entered: wrap loaded objects in one too,
             since they may be containers.
         own: Values of the target, by path, that fill the remaining holes: in a list, tuple or instance of a class, or
-            in a dict inside of such a container if nothing of the dict is stored. With such values, a class or named
-            tuple may differ in its fields from the stored version; stored fields that it lacks are left out. With None,
-            no hole is filled in this way, and fields must be the same.
+            in a dict inside of such a container if nothing of the dict is stored. If `own` is given, a class or named
+            tuple may also have other fields than its stored version, and stored fields that it lacks are left out. If
+            `own` is None, no hole is filled in this way, and fields must be the same.
 
     Returns:
         A tree without holes; subtrees of the target without holes are shared.
@@ -151,7 +151,7 @@ def left_out(common: Tree, tree: Tree) -> tuple[TreePath, ...]:
 
     Args:
         common: Stored common tree.
-        tree: Result of `join` for it and a target.
+        tree: Result of `join` for the stored tree and a target.
 
     Examples:
         >>> common = {"ema": [HOLE, 0.9], "step": 3}
@@ -162,11 +162,11 @@ def left_out(common: Tree, tree: Tree) -> tuple[TreePath, ...]:
 
 
 def misfits(common: Tree, target: Tree) -> tuple[TreePath, ...]:
-    """Return the paths at which a target's values to load don't fit the stored tree, so that `join` raises.
+    """Return the paths at which a target has values to load that don't fit the stored tree, so that `join` raises.
 
     Args:
         common: Stored common tree.
-        target: Tree of the target, as for `join`.
+        target: The target's tree, as for `join`.
 
     Examples:
         >>> misfits({"w": 7, "step": 3, "m": {"lr": 1}}, {"w": "a", "step": HOLE, "m": {"w": "b"}})
@@ -201,14 +201,14 @@ def _missing_paths(common: Tree, tree: Tree, path: TreePath) -> Iterator[TreePat
 
 
 def _join(common: Tree, target: Tree, path: TreePath, own: Own | None, *, needed: bool = False) -> Tree:
-    """Return the join at one path: a hole if neither tree has anything there, or the join can't be complete.
+    """Return the join of two nodes; a hole if both have nothing, or if the joined container would be incomplete.
 
     Args:
         common: Stored node.
-        target: Loaded node.
+        target: The target's node.
         path: Path of both nodes.
         own: The target's own values.
-        needed: Whether the enclosing container needs an entry there, as all containers but dicts do.
+        needed: Whether the enclosing container needs an entry at this path, as all containers but dicts do.
     """
     if common is HOLE:
         # Most of a target's entries are leaves, and optree's own lookup of types takes longer.
@@ -251,7 +251,7 @@ def _fix_of_misfit(common: Tree, target: Tree, own: Own | None) -> str:
 
 
 def _finish_target(target: Tree, path: TreePath, own: Own | None, *, needed: bool = False) -> Tree:
-    """Return a target's subtree with local objects unwrapped, and with each hole filled from `own` or left out."""
+    """Return a target's subtree where nothing is stored: unwrap local objects, fill holes from `own` or drop them."""
     children = entries(target)
     if children is None:
         return target.unwrap() if isinstance(target, LocalNonpersistentObject) else target
@@ -269,7 +269,7 @@ def _finish_target(target: Tree, path: TreePath, own: Own | None, *, needed: boo
 
 
 def _keep_whole(common: Tree) -> Tree:
-    """Return the complete part of a stored tree in which the target has nothing to load."""
+    """Return a stored subtree without its incomplete containers, where the target has nothing to load."""
     children = stored_entries(common)
     if children is None:
         return common
@@ -280,17 +280,19 @@ def _keep_whole(common: Tree) -> Tree:
 
 
 def _rebuild(node: Tree, new: Mapping[Any, Tree], path: TreePath, own: Own | None, *, named: bool) -> Tree:
-    """Return a container like the node, without holes; if it keeps holes and isn't a dict, return a hole.
+    """Return a container like `node` with new children and without holes; a hole if some of its holes can't be filled.
+
+    A dict simply lacks the entries of holes that can't be filled.
 
     Args:
         node: Container to rebuild.
-        new: New entries, some of them holes.
+        new: New children by entry, some of them holes.
         path: Path of the container.
         own: The target's own values, which fill holes.
-        named: Whether the target has something to load in the container, so that it can't be left out.
+        named: Whether the target has something to load in the container, so that it must not be left out.
 
     Raises:
-        TreeError: The container is named, isn't a dict, and keeps holes.
+        TreeError: A container that must not be left out isn't a dict, and has a hole that can't be filled.
     """
     # A dict with holes is complete: its keys are simply absent, as in formats that store no holes.
     if is_dict(node):
@@ -315,19 +317,19 @@ def _rebuild(node: Tree, new: Mapping[Any, Tree], path: TreePath, own: Own | Non
 
 
 def _spares(new: Mapping[Any, Tree], path: TreePath, own: Own | None) -> dict[Any, Tree]:
-    """Return the target's own values for the entries of a container that nothing else fills."""
+    """Return the target's own values for those entries of a container that nothing else fills, by entry."""
     spares = {entry: child.value for entry, child in new.items() if isinstance(child, _Spare)}
     holes = (entry for entry, child in new.items() if child is HOLE)
     return spares | {entry: own[*path, entry] for entry in holes if own and (*path, entry) in own}
 
 
 def _holes_in(target: Tree, entry: Any) -> list[TreePath]:
-    """Return the paths of the holes below one entry of a target's container."""
+    """Return the paths of the holes below one entry of a target's container, relative to that entry."""
     return [path for path, leaf in flatten_with_paths((entries(target) or {})[entry])[0] if leaf is HOLE] or [()]
 
 
 def _entries_by_target(common: Tree, target: Tree) -> tuple[Mapping[Any, Tree], Mapping[Any, Tree]] | None:
-    """Return the children of two containers, both by the target's entries; None if they can't be joined by entry."""
+    """Return the children of a stored and a target container, both by the target's entries; None if they don't fit."""
     mine, theirs = stored_entries(common), stored_entries(target)
     if mine is None or theirs is None:
         return None
@@ -348,10 +350,10 @@ def _entries_by_target(common: Tree, target: Tree) -> tuple[Mapping[Any, Tree], 
 
 
 def _entries_that_differ(common: Tree, target: Tree) -> tuple[Mapping[Any, Tree], Mapping[Any, Tree]] | None:
-    """Return the children of two versions of a class or named tuple, by the target's entries; None for others.
+    """Return the children of two versions of a class or named tuple with different fields, by the target's entries.
 
-    Sequences of different lengths aren't joined. Shards have keys, but plain values have only positions, which may have
-    shifted: a join could combine the tensors of one entry with the values of another.
+    The result is None for other containers, such as sequences of different lengths. Shards have keys, but plain values
+    have only positions, which may have shifted: the tensors of one entry could be joined with the values of another.
     """
     mine, theirs = stored_entries(common), stored_entries(target)
     if mine is None or theirs is None or is_dict(target) or (is_sequence(target) and not optree.is_namedtuple(target)):

@@ -1,9 +1,10 @@
-"""Patterns of keys as sequences of pieces, and matching in bounded time, even for hostile keys.
+"""Compiled patterns of keys, which are sequences of pieces, and matching in bounded time, even for hostile keys.
 
-Python's regular expressions try each way to divide a key among stars. With two stars a key of 64 kB takes seconds, with
-three stars hours, and keys come from files. So regular expressions match short keys only. For longer keys, the
-positions at which the remaining pieces match are computed from the end, once for each piece. Both methods agree: from
-the first piece to the last, each piece matches the longest text that lets the remaining pieces match.
+A piece is literal text, or stands for a star or a similar gap in the pattern. Python's regular expressions try each way
+to divide a key among such pieces: with two stars a key of 64 kB takes seconds, with three stars hours, and keys come
+from files. So regular expressions match short keys only. For longer keys, the positions at which the remaining pieces
+match are computed from the end of the key, once for each piece. Both methods agree: from the first piece to the last,
+each piece matches the longest text that lets the remaining pieces match.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ class FormPiece(NamedTuple):
     """One piece of a pattern.
 
     Attributes:
-        kind: ``"text"``, ``"or"``, or a key of `_EXPRESSIONS`.
-        text: The literal text of a ``"text"`` piece.
-        choices: The sequences of pieces of an ``"or"``; the first that fits counts.
+        kind: ``"text"`` for literal text, ``"or"`` for a choice, or a key of `_EXPRESSIONS`.
+        text: Literal text of a ``"text"`` piece.
+        choices: Alternatives of an ``"or"`` piece, each a sequence of pieces; the first that fits counts.
     """
 
     kind: str
@@ -33,12 +34,12 @@ class FormPiece(NamedTuple):
 
 
 def text_piece(text: str) -> FormPiece:
-    """Return the piece that matches only the given text."""
+    """Return a piece of literal text."""
     return FormPiece("text", text)
 
 
 def one_of(*choices: Sequence[FormPiece]) -> FormPiece:
-    """Return the piece that matches one of several sequences of pieces; the first that fits counts."""
+    """Return a piece that matches any of several sequences of pieces; the first that fits counts."""
     return FormPiece("or", choices=tuple(map(tuple, choices)))
 
 
@@ -57,7 +58,10 @@ _BY_PARTS, _BY_CHARACTERS = ("parts before",), ("characters", "anything", "parts
 
 
 def expression_of(pieces: Sequence[FormPiece], *, groups: bool = True) -> str:
-    """Return a regular expression for pieces, with a group for each piece that isn't literal text."""
+    """Return a regular expression for a sequence of pieces.
+
+    If `groups` is set, the expression has a group for each piece that isn't literal text.
+    """
     return "".join(_expression(piece, groups) for piece in pieces)
 
 
@@ -77,22 +81,25 @@ _LONGEST = 4096
 
 @dataclass(frozen=True)
 class KeyForm:
-    """A form of keys: a pattern as a sequence of pieces.
+    """A compiled pattern, which matches whole keys.
 
     Attributes:
-        pieces: Pieces in the order of the key.
+        pieces: Pieces of the pattern in their order.
     """
 
     pieces: tuple[FormPiece, ...]
 
     @cached_property
     def expression(self) -> re.Pattern[str]:
-        """The form as a regular expression."""
+        """A regular expression that matches the same keys."""
         return re.compile(expression_of(self.pieces))
 
     @cached_property
     def quick(self) -> tuple[int, ...]:
-        """Greatest length of a key that the expression matches quickly, by number of dots; the last, for any number."""
+        """Maximum lengths of keys that the regular expression matches quickly.
+
+        Item n is the maximum for keys with n dots; the last item is the maximum for keys with any number of dots.
+        """
         lengths = range(_LONGEST)
         usual = (partial(self._ways, dots) for dots in range(_USUAL_DOTS))
         more = partial(bisect_right, lengths, _MOST_WAYS, key=lambda length: self._ways(length // 2, length))
@@ -107,12 +114,12 @@ class KeyForm:
         return by_parts, by_characters
 
     def _ways(self, dots: int, length: int) -> int:
-        """Return an upper bound of the number of ways to divide a key among the pieces."""
+        """Return an upper bound of the number of ways to divide a key of this length and number of dots into pieces."""
         by_parts, by_characters = self._counts
         return comb(dots + 1 + by_parts, by_parts) * comb(length + by_characters, by_characters)
 
     def match(self, key: str) -> tuple[str, ...] | None:
-        """Return the text in a key that each piece except literal text matches; None if the key has another form.
+        """Match a key; return the text of each piece that isn't literal, or None if the key does not match.
 
         Examples:
             >>> form = KeyForm((FormPiece("parts before"), text_piece("layers."), FormPiece("number")))
@@ -126,7 +133,12 @@ class KeyForm:
 
 
 def is_quick(key: str, lengths: Sequence[int]) -> bool:
-    """Return whether a key is short enough for the regular expression, by the lengths of `KeyForm.quick`."""
+    """Return whether a key is short enough to be matched by a regular expression.
+
+    Args:
+        key: Key to match.
+        lengths: `KeyForm.quick` of the pattern; for several patterns, the minimum of each item.
+    """
     if len(key) <= lengths[-1]:
         return True
     dots = key.count(".")
@@ -139,7 +151,7 @@ def is_quick(key: str, lengths: Sequence[int]) -> bool:
 
 
 def match_in_order(pieces: Sequence[FormPiece], key: str) -> tuple[str, ...] | None:
-    """Return the same as `KeyForm.match`, without a regular expression.
+    """Return the same result as `KeyForm.match` in bounded time, without a regular expression.
 
     Examples:
         >>> match_in_order((FormPiece("parts before"), text_piece("x"), FormPiece("parts after")), "x.x.x")
@@ -153,7 +165,10 @@ def match_in_order(pieces: Sequence[FormPiece], key: str) -> tuple[str, ...] | N
 
 
 class _Text:
-    """A key with sets of its positions, as bits of integers; bit r is the position before the last r characters."""
+    """A key, with methods that return sets of positions in it.
+
+    A set is an integer, in which bit r stands for the position before the last r characters.
+    """
 
     def __init__(self, key: str) -> None:
         self.key, self.length = key, len(key)
@@ -172,15 +187,15 @@ class _Text:
         return int.from_bytes(bits, "little")
 
     def of(self, characters: str) -> int:
-        """Return the set of the key's positions that have one of the given characters."""
+        """Return the set of positions directly after one of the given characters."""
         return sum(self.before(character) for character in characters) >> 1
 
     def last(self, places: int, first: int, end: int) -> int:
-        """Return the last of a set of positions in the interval (first, end] of the key; `first` if there is none.
+        """Return the last index in the interval (first, end] that is in a set of positions; `first` if none is.
 
         Args:
             places: Set of positions.
-            first: Index in the key before the interval.
+            first: Index before the interval.
             end: Last index in the interval.
         """
         there = places >> (self.length - end)
@@ -189,7 +204,12 @@ class _Text:
 
 
 def _flood(places: int, characters: int) -> int:
-    """Return positions, and all positions before them that an unbroken run of some characters connects to them."""
+    """Add to a set of positions all those from which only characters of some kind lead to one of the set.
+
+    Args:
+        places: Set of positions.
+        characters: Set of the positions directly after each character of this kind, as `_Text.of` returns it.
+    """
     return places | ((places & characters) + characters ^ characters)
 
 
@@ -219,13 +239,25 @@ def _back_number(after: int, text: _Text) -> int:
 
 
 def _numbers(text: _Text) -> int:
-    """Return the positions of digits that a dot, the end or a final line break follows, as in `re`."""
+    """Return the set of positions from which digits lead to a dot, to the end, or to a line break at the end.
+
+    The line break is included because ``$`` matches before it in regular expressions.
+    """
     digits, ends = text.of("0123456789"), text.dots << 1 | 1 | (2 if text.key.endswith("\n") else 0)
     return _flood((ends & digits) << 1, digits)
 
 
 def _places(pieces: Sequence[FormPiece], end: int, text: _Text) -> list[int]:
-    """Return for each piece the positions at which it and all pieces after it match; then `end` itself."""
+    """Return the set of positions at which each piece and all pieces after it match up to `end`.
+
+    Args:
+        pieces: Pieces to match.
+        end: Set of positions at which the last piece may end.
+        text: The key.
+
+    Returns:
+        A set for each piece, then `end` itself.
+    """
     places = [end]
     for piece in reversed(pieces):
         if piece.kind == "text":
@@ -239,7 +271,14 @@ def _places(pieces: Sequence[FormPiece], end: int, text: _Text) -> list[int]:
 
 
 def _walk(pieces: Sequence[FormPiece], places: Sequence[int], at: int, text: _Text) -> tuple[int, list[str]]:
-    """Return the end of the text that pieces match from an index on, and the text of each piece that isn't literal."""
+    """Return the index at which a match of pieces ends, and the text of each piece that isn't literal.
+
+    Args:
+        pieces: Pieces to match.
+        places: Result of `_places` for these pieces.
+        at: Index at which the match begins.
+        text: The key.
+    """
     parts = []
     for piece, after in zip(pieces, places[1:], strict=True):
         first = at
@@ -257,7 +296,14 @@ def _walk(pieces: Sequence[FormPiece], places: Sequence[int], at: int, text: _Te
 
 
 def _end(kind: str, after: int, at: int, text: _Text) -> int:
-    """Return the last index at which a piece can end so that the remaining pieces match at one of `after`."""
+    """Return the last index at which a piece can end so that the remaining pieces match.
+
+    Args:
+        kind: Kind of the piece.
+        after: Set of positions at which the remaining pieces match.
+        at: Index at which the piece begins.
+        text: The key.
+    """
     key, length = text.key, text.length
     end = length
     if kind in ("part", "characters"):

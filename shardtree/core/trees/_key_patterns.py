@@ -24,7 +24,7 @@ _KINDS = {"**.": "parts before", ".**": "parts after", "**": "anything"}
 
 
 def key_form(pattern: str) -> KeyForm:
-    """Return the form of keys that a pattern describes; each star is a piece.
+    """Compile a pattern of keys to a `KeyForm`, whose `match` returns the text of each star.
 
     Raises:
         TreeError: The pattern isn't a string, or is empty.
@@ -126,7 +126,7 @@ def shell_differences(patterns: Iterable[str], keys: Collection[str]) -> list[st
 
 
 def fill_key(pattern: str, parts: Sequence[str]) -> str:
-    """Return a pattern with its stars replaced by parts, in order; the caller has checked their number.
+    """Return a pattern with its stars replaced by `parts`, in order; there must be one part for each star.
 
     Examples:
         >>> fill_key("model.layers.*.weight", ["11"])
@@ -144,7 +144,7 @@ def fill_key(pattern: str, parts: Sequence[str]) -> str:
 
 
 def check_stars(doing: str, pattern: str, others: Sequence[str]) -> None:
-    """Raise unless each of the other patterns has as many stars as the first.
+    """Raise unless each of `others` has as many stars as `pattern`.
 
     Raises:
         TreeError: Some patterns have more or fewer; the error names each of them.
@@ -239,7 +239,7 @@ def checked_patterns(doing: str, patterns: Iterable[str]) -> list[str]:
 
 
 def check_patterns_fit(doing: str, patterns: Iterable[str], keys: Collection[str]) -> None:
-    """Raise unless each pattern fits a key: for a mistyped pattern, the intended keys would silently be left out.
+    """Raise unless each pattern fits a key: keys that a mistyped pattern should match would silently be left out.
 
     Raises:
         KeyMismatch: Some patterns fit no key; the error names each of them, with a guess.
@@ -296,7 +296,9 @@ def near_names(keys: Iterable[str], names: Collection[str]) -> dict[str, str]:
 
 
 def near_patterns(patterns: Iterable[str], keys: Collection[str], *, widen: bool = True) -> list[str]:
-    """Return patterns that fit no key, quoted, each with a guess: the pattern with other stars or parts, or a key.
+    """Return the lines of an error about patterns that fit no key: each in quotes, with a guess if there is one.
+
+    A guess is the pattern with other stars or parts, or a key.
 
     Args:
         patterns: Patterns that fit no key.
@@ -320,7 +322,7 @@ def near_patterns(patterns: Iterable[str], keys: Collection[str], *, widen: bool
 
 
 def with_guesses(keys: Iterable[str], guesses: Mapping[str, str | None]) -> list[str]:
-    """Return keys, quoted, each with a guess if there is one.
+    """Return the lines of an error about unknown keys: each key in quotes, with its guess if there is one.
 
     Examples:
         >>> with_guesses(["wieght", "x"], {"wieght": "weight"})
@@ -330,7 +332,7 @@ def with_guesses(keys: Iterable[str], guesses: Mapping[str, str | None]) -> list
 
 
 def _nearly(pattern: str, keys: Collection[str], parts: Collection[str], widen: bool) -> str | None:
-    """Return a similar pattern that fits keys: with existing parts instead of unknown parts, or with wider stars."""
+    """Return a similar pattern that fits keys: existing parts replace unknown parts, or ``**`` replaces ``*``."""
     own = [part for part in pattern.split(".") if "*" not in part and part not in parts]
     near = near_names(own, parts) if "*" in pattern else {}
     guess = ".".join(near.get(part, part) for part in pattern.split("."))

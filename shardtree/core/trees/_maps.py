@@ -1,4 +1,4 @@
-"""Maps over trees, whose leaves are shards or the tensors in them, and pipelines of functions of trees."""
+"""Maps over trees, with shards or the tensors in them as leaves, and pipelines of functions of trees."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _Access: TypeAlias = tuple[Callable[[Any], tuple[Any, ...]], list[Callable[[Any,
 
 
 def _access(kind: type[Boxed]) -> _Access:
-    """Return a getter of all fields except the data, and the setters of all slots, with the data's setter last."""
+    """Return a getter of all fields of a leaf's class except `data`, and setters of all fields, that of `data` last."""
     names = [name for name in kind.__dataclass_fields__ if name != "data"]
     return attrgetter(*names), [getattr(kind, name).__set__ for name in [*names, "data"]]
 
@@ -43,7 +43,7 @@ _ACCESS: Final[dict[type, _Access]] = {kind: _access(kind) for kind in _KINDS}
 
 
 def with_data(leaf: Leaf, data: Any, doing: str = "map_data") -> Leaf:
-    """Return the leaf with other data, after checking that it fits the metadata.
+    """Return the leaf with other data, after checking that the data fits the metadata.
 
     The metadata was validated when the leaf was built, so only the data is checked: the constructor would take three
     times as long as all else in a tree map.
@@ -51,7 +51,7 @@ def with_data(leaf: Leaf, data: Any, doing: str = "map_data") -> Leaf:
     Args:
         leaf: A shard or factory.
         data: Its new data.
-        doing: The public function that errors name.
+        doing: Name of the public function, for errors.
 
     Raises:
         ShapeError: The dtype or shape of a tensor isn't that of the leaf.
@@ -94,7 +94,7 @@ def _check_data(leaf: Boxed, data: torch.Tensor | LazyTensor, doing: str) -> Non
 
 
 def _flatten_leaf(leaf: Boxed) -> tuple[tuple[Any, ...], Boxed, tuple[str, ...]]:
-    """Return the data, and the leaf without data as metadata, which optree requires to be comparable and hashable."""
+    """Return a leaf's children, metadata and child names for optree: its data, the leaf without data, and "data"."""
     return (leaf.data,), with_data(leaf, None), ("data",)
 
 
@@ -103,7 +103,7 @@ def _unflatten_leaf(empty: Boxed, children: tuple[Any, ...]) -> Boxed:
 
 
 def register_nodes() -> None:
-    """Register the node types with optree; importing `shardtree.trees` does it once."""
+    """Register ShardedTensor and ShardedTensorFactory with optree; importing `shardtree.trees` does it once."""
     register: Any = optree.register_pytree_node  # its annotations ask for collections, and a leaf isn't one
     for kind in _KINDS:
         register(kind, _flatten_leaf, _unflatten_leaf, path_entry_type=optree.GetAttrEntry, namespace=NAMESPACE)
@@ -121,7 +121,7 @@ def map_shards(f: Callable[..., Any], tree: list[Any], *rest: Tree) -> list[Any]
 @overload
 def map_shards(f: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree: ...
 def map_shards(f: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
-    """Return the tree of a function's results, where each shard is one leaf.
+    """Return the tree with each leaf replaced by a function's result; a shard is one leaf.
 
     `f` is called in the order of sorted dict keys; the result keeps each dict's own order. Every container is new.
 
@@ -134,7 +134,7 @@ def map_shards(f: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
         TreeError: A tree of `rest` doesn't have the first one's structure.
         UnsupportedValue: Shards lie in values that aren't nodes, as in an instance of a class that isn't registered.
         MetadataError: `f` isn't a function.
-        Exception: An error of f, with a note of the leaf's path.
+        Exception: An error of f, with a note that names the leaf's path.
 
     Examples:
         >>> map_shards(lambda leaf: leaf is None, {"b": None, "a": [1, 2]})
@@ -149,7 +149,14 @@ def map_shards(f: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
 
 
 def _column(doing: str, spec: optree.PyTreeSpec, other: Tree, number: int) -> list[Any]:
-    """Return another tree's subtree at each leaf of a structure."""
+    """Return the subtrees of another tree at the leaves of a structure, in the order of these leaves.
+
+    Args:
+        doing: Name of the public function, for the error.
+        spec: Structure of the first tree.
+        other: Another tree.
+        number: Number of the other tree, for the error; the first tree is number 1.
+    """
     leaves, other_spec = flatten(other)
     if other_spec == spec:
         return leaves
@@ -164,7 +171,7 @@ def _column(doing: str, spec: optree.PyTreeSpec, other: Tree, number: int) -> li
 
 
 def map_data(f: Callable[..., Any], tree: SameTree, *rest: Tree) -> SameTree:
-    """Return the tree with a function's results as the tensors of shards and factories; their metadata is untouched.
+    """Return the tree with a function's results as the data of its shards and factories; their metadata stays.
 
     `f` isn't called for leaves of the first tree without data (None). `ShardedObject`, `LocalNonpersistentObject` and
     plain values, such as step counters and generators' states, stay unchanged. A tree of plain tensors without shards
@@ -181,7 +188,7 @@ def map_data(f: Callable[..., Any], tree: SameTree, *rest: Tree) -> SameTree:
         ShapeError: `f` returned a tensor of another dtype or shape.
         TreeError: A tree of `rest` doesn't have the first one's structure; or the first one has tensors and no shards.
         UnsupportedValue: Shards lie in values that aren't nodes, as in an instance of a class that isn't registered.
-        Exception: An error of f, with a note of the leaf's path.
+        Exception: An error of f, with a note that names the leaf's path.
 
     Examples:
         >>> import torch
@@ -220,7 +227,7 @@ def _refuse_plain(spec: optree.PyTreeSpec, leaves: list[Any]) -> None:
 
 @refusing_depth
 def map_sharing(f: Callable[[Any], Any], tree: SameTree) -> SameTree:
-    """Return the tree with a function's result in the place of each leaf; subtrees with unchanged leaves are shared.
+    """Return the tree with each leaf replaced by a function's result; subtrees with unchanged leaves are shared.
 
     Raises:
         UnsupportedValue: Shards lie in values that aren't nodes.
@@ -247,7 +254,7 @@ def map_sharing(f: Callable[[Any], Any], tree: SameTree) -> SameTree:
 
 
 def check_function(doing: str, field: str, value: object, expected: str = "a function") -> None:
-    """Raise MetadataError unless a value is callable; a tree passed instead of a function isn't.
+    """Raise MetadataError unless a value is callable, for example if a tree was passed instead of a function.
 
     Examples:
         >>> check_function("map_shards", "f", len)
@@ -258,7 +265,7 @@ def check_function(doing: str, field: str, value: object, expected: str = "a fun
 
 
 def call_at(path: TreePath, f: Callable[..., Any], *arguments: Any) -> Any:
-    """Return the result of a call; an exception gets a note of the path.
+    """Call a function and return its result; an exception gets a note that names the path.
 
     Examples:
         >>> call_at(("layers", 0), max, [1, 2])
@@ -272,7 +279,13 @@ def call_at(path: TreePath, f: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def call_on_leaves(f: Callable[..., Any], spec: optree.PyTreeSpec, *columns: list[Any]) -> list[Any]:
-    """Return a function's results for the leaves of a structure; an exception gets a note of the leaf's path."""
+    """Return a function's results for the leaves of a structure; an exception gets a note that names the leaf's path.
+
+    Args:
+        f: Function with an argument for each column.
+        spec: Structure of the tree.
+        columns: Lists of arguments, each with an item for each leaf.
+    """
     done: list[Any] = []
     try:
         done.extend(map(f, *columns))  # `extend` keeps the results before an exception; their number is the index
@@ -305,7 +318,7 @@ def compose(*functions: Callable[[Any], Any]) -> Callable[[Tree], Any]:
 def bind(
     function: Callable[Concatenate[Tree, _Options], _Result], *args: _Options.args, **options: _Options.kwargs
 ) -> Callable[[Tree], _Result]:
-    """Return a function of a tree alone, from one that takes the tree first and then these arguments.
+    """Return a function of only a tree, which calls `function` with the tree and then the given arguments.
 
     Args:
         function: Function that takes the tree first, under any name.

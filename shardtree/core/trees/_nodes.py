@@ -1,8 +1,8 @@
-"""Nodes of trees in which shards are leaves: their entries, their reconstruction, and trees as paths and leaves.
+"""Nodes of trees in which shards are leaves: reading and rebuilding nodes, and flattening trees to leaves with paths.
 
 Nodes are dict, OrderedDict, defaultdict, list, tuple, namedtuple and deque, and the classes that users registered with
 optree in the namespace ``"shardtree"`` (or for all namespaces). None is a leaf. Subclasses of dict, list and deque that
-aren't registered are read as the type that they derive from.
+aren't registered are read as the type that they derive from. An entry is the key, position or field of a child.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NAMESPACE: Final = "shardtree"
 
 
 class Field(int):
-    """An entry of a named tuple; equal to the field's position, and written in keys by the field's name.
+    """A field of a named tuple as an entry of a path: an int, the field's position, which prints as the field's name.
 
     Examples:
         >>> Field(1, "mu") == 1, f"opt.{Field(1, 'mu')}", [Field(1, "mu")]
@@ -48,7 +48,7 @@ class Field(int):
 
 
 def fields_of(kind: type) -> tuple[Field, ...]:
-    """Return the entries of a named tuple's class; empty for other classes, and for classes registered with optree.
+    """Return the fields of a named tuple's class; empty for other classes, and for classes registered with optree.
 
     Examples:
         >>> from collections import namedtuple
@@ -100,7 +100,7 @@ LEAVES = frozenset((ShardedTensor, ShardedTensorFactory, torch.Tensor, type(HOLE
 
 
 def refusing_depth(function: Callable[P, R]) -> Callable[P, R]:
-    """Return a function of trees that raises a TreeError, not a RecursionError, if one of them is too deep.
+    """Wrap a function of trees, so that it raises TreeError instead of RecursionError if a tree is too deep.
 
     If no tree is too deep, the RecursionError is raised unchanged: it comes from a function that the caller passed.
 
@@ -129,7 +129,7 @@ def refusing_depth(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def _deep_path(tree: Tree) -> TreePath | None:
-    """Return the path of a node at the depth limit, found without recursion, since the tree may contain itself."""
+    """Return the path of a node at the depth limit, or None; the search is iterative, as a tree may contain itself."""
     left: list[tuple[TreePath, Tree]] = [((), tree)]
     while left:
         path, node = left.pop()
@@ -154,7 +154,7 @@ def entries(node: Tree) -> Mapping[Any, Tree] | None:
 
 
 def like(node: Tree, new: Mapping[Any, Tree]) -> Tree:
-    """Return a new container of the node's type with other children, in their order."""
+    """Return a new container like `node`, but with other children, in their order."""
     if is_dict(node):
         if isinstance(node, defaultdict):
             return defaultdict(node.default_factory, new)
@@ -169,7 +169,7 @@ def like(node: Tree, new: Mapping[Any, Tree]) -> Tree:
 
 
 def stored_like(node: Tree, new: Mapping[Any, Tree]) -> Tree:
-    """Return the stored form of a container with these children; for a registered class, a dict of its entries.
+    """Return the stored form of `node` with new children: a dict for a registered class, else a container like `node`.
 
     A file names no class to import, so only a load's target knows the class of a registered node. Other containers that
     keep all children are returned unchanged. If such a container is of a subclass of dict, list or deque, the codec
@@ -193,7 +193,7 @@ def is_subclass(node: Tree) -> bool:
 
 
 def subclasses(tree: Tree) -> list[tuple[TreePath, Tree]]:
-    """Return the outermost nodes that satisfy `is_subclass`, with their paths.
+    """Return (path, container) of the outermost containers for which `is_subclass` is true.
 
     Examples:
         >>> from collections import Counter
@@ -211,7 +211,7 @@ def _is_leaf(node: Tree) -> bool:
 
 
 def is_dict(node: Tree) -> bool:
-    """Return whether a container's entries are the keys of a dict, so that other trees may have other entries.
+    """Return whether tree maps enter a container as a dict, by its keys.
 
     Examples:
         >>> is_dict(OrderedDict()), is_dict([])
@@ -225,24 +225,24 @@ def _is_list(node: Tree) -> bool:
 
 
 def drop_holes(children: Mapping[Any, Tree]) -> dict[Any, Tree]:
-    """Return a dict's children without holes."""
+    """Return the children that aren't holes, by entry."""
     return {entry: child for entry, child in children.items() if child is not HOLE}
 
 
 def is_sequence(node: Tree) -> bool:
-    """Return whether a container's entries are positions."""
+    """Return whether a container's entries are positions: it is a list, deque, tuple or namedtuple."""
     return _is_list(node) or type(node) is tuple or optree.is_namedtuple(node)
 
 
 def same_kind(left: Tree, right: Tree) -> bool:
-    """Return whether two containers both have keys as entries, or both positions."""
+    """Return whether two containers are both dicts, both sequences, or of the same registered class."""
     if is_dict(left) or is_dict(right):
         return is_dict(left) and is_dict(right)
     return (is_sequence(left) and is_sequence(right)) or type(left) is type(right)
 
 
 def namedtuple_types(tree: Tree) -> tuple[type, ...]:
-    """Return the namedtuple classes among a tree's nodes, each once, in the order of sorted dict keys.
+    """Return the namedtuple classes among a tree's nodes, each once, in the order in which `flatten` visits them.
 
     Examples:
         >>> from collections import namedtuple
@@ -269,12 +269,12 @@ def describe(node: Tree) -> str:
 
 
 def is_known_leaf(node: Any) -> bool:
-    """Return whether a node's type is a known leaf; optree's look-up of types takes longer."""
+    """Return whether a node has one of the usual types of leaves; this test is faster than a look-up in optree."""
     return type(node) in LEAVES
 
 
 def flatten(tree: Tree, is_leaf: Callable[[Any], Any] = is_known_leaf) -> tuple[list[Any], optree.PyTreeSpec]:
-    """Return a tree's leaves, shards among them, and its structure."""
+    """Return a tree's leaves and its structure; shards are leaves."""
     return flatten_with_kinds(tree, is_leaf)[:2]
 
 
@@ -282,7 +282,7 @@ def flatten(tree: Tree, is_leaf: Callable[[Any], Any] = is_known_leaf) -> tuple[
 def flatten_with_kinds(
     tree: Tree, is_leaf: Callable[[Any], Any] = is_known_leaf
 ) -> tuple[list[Any], optree.PyTreeSpec, set[type]]:
-    """Return a tree's leaves, shards among them, its structure, and the leaves' types.
+    """Return a tree's leaves, its structure, and the types of its leaves; shards are leaves.
 
     Examples:
         >>> flatten_with_kinds({"a": [1, 2]})[2]
@@ -303,7 +303,7 @@ def _has_subclasses(kinds: Set[type]) -> bool:
 
 
 def _plain(leaf: Any) -> Tree:
-    """Return an instance of a container's subclass as the container; any other leaf unchanged."""
+    """Convert an instance of a subclass of dict, list or deque to the base class; return other leaves unchanged."""
     return like(leaf, entries(leaf) or {}) if isinstance(leaf, _OPEN_KINDS) else leaf
 
 
@@ -311,7 +311,7 @@ def _plain(leaf: Any) -> Tree:
 
 
 def path_key(path: TreePath) -> str:
-    """Return a path's entries joined by dots, as the default key of its leaf; fields of named tuples go by name.
+    """Return a path's entries joined by dots, the default key of its leaf; fields of named tuples appear by name.
 
     Examples:
         >>> path_key(("layers", 0, "weight"))
@@ -324,7 +324,7 @@ def path_key(path: TreePath) -> str:
 
 
 def leaves_with_paths(tree: Tree) -> list[tuple[TreePath, Any]]:
-    """Return a tree's leaves, shards among them, each with its path.
+    """Return a tree's leaves as (path, leaf) pairs; shards are leaves.
 
     Examples:
         >>> leaves_with_paths({"model": [1, None]})
@@ -336,7 +336,7 @@ def leaves_with_paths(tree: Tree) -> list[tuple[TreePath, Any]]:
 def shard_leaves(tree: Tree) -> list[ShardedBase]:
     """Return a tree's tensor shards, factories and sharded objects, in the order of sorted dict keys.
 
-    Factories aren't built: `apply_factories(tree)` has their shards as leaves.
+    Factories are not applied; the shards that they build are leaves of `apply_factories(tree)`.
 
     Examples:
         >>> import torch
@@ -384,7 +384,7 @@ def flatten_with_paths(tree: Tree) -> tuple[list[tuple[TreePath, Any]], Callable
 
 
 def _with_fields(tree: Tree, classes: Set[type]) -> Iterator[TreePath]:
-    """Yield the paths of a tree's leaves, with fields instead of positions for instances of these classes."""
+    """Yield the paths of a tree's leaves, with `Field`s instead of positions in namedtuples of the given classes."""
     parts, spec = flatten(tree, lambda node: (kind := type(node)) in LEAVES or kind in classes)
     for path, part in zip(spec.paths(), parts, strict=True):
         if type(part) not in classes:

@@ -57,7 +57,7 @@ def partition(
 
     Raises:
         TreeError: A string would match other leaves in a shell, or a tree of booleans isn't a prefix of the tree.
-        MetadataError: A condition is none of these.
+        MetadataError: A condition has none of these types.
         UnsupportedValue: Shards lie in values that aren't nodes, as in an instance of a class that isn't registered.
 
     Examples:
@@ -121,9 +121,9 @@ _Check = Callable[[Tree, Tree, TreePath], None]
 
 @refusing_depth
 def combine(*trees: Tree) -> Tree:
-    """Return the union of parts with holes; the inverse of `partition`.
+    """Return the union of trees that have holes in different places; the inverse of `partition`.
 
-    An entry that is a hole in every part stays a hole. A part may have a subtree where the others have a hole.
+    An entry that is a hole in every tree stays a hole. A tree may have a subtree where the others have a hole.
 
     Args:
         trees: Trees of one structure; at each path at most one of them has a value.
@@ -281,17 +281,18 @@ _Chooser: TypeAlias = Callable[[TreePath, Any], object]
 
 
 def chooser(doing: str, wanted: Wanted, tree: Tree, of_function: Callable[[Any], _Chooser] = lambda f: f) -> _Chooser:
-    """Return a predicate of path and leaf: whether a leaf of a tree is wanted.
+    """Return a predicate of (path, leaf) that tells whether a leaf of a tree is wanted.
 
     Args:
         doing: Name of the public function, for errors.
-        wanted: A pattern of keys, a regular expression, a prefix of booleans, or a function.
+        wanted: Condition: a pattern of keys, a regular expression, a tree of booleans or a function, as for `select`.
         tree: Tree with the leaves.
-        of_function: Adapter from `wanted`, if it is a function, to the predicate; by default it takes path and leaf.
+        of_function: Function that converts `wanted` to the predicate, if `wanted` is a function; by default `wanted` is
+            the predicate itself.
 
     Raises:
         TreeError: A string is ambiguous, or a tree of booleans isn't a prefix of the tree.
-        MetadataError: `wanted` is none of these.
+        MetadataError: `wanted` has none of these types.
 
     Examples:
         >>> tree = {"w": 1, "b": {"c": 2}}
@@ -334,7 +335,7 @@ def _name_chooser(doing: str, wanted: str | re.Pattern[str], tree: Tree) -> _Cho
 
 
 def names_of(path: TreePath, leaf: Any) -> list[str]:
-    """Return the names of a leaf that patterns may match: its path with dots, and a shard's key.
+    """Return the names by which patterns may match a leaf: its path joined by dots and, for a shard, its key.
 
     Examples:
         >>> names_of(("opt", 0), 1)

@@ -13,7 +13,7 @@ from ._nodes import Field, Tree, entries, flatten_with_paths, refusing_depth
 def broadcast_prefix(prefix: Tree, tree: Tree) -> Tree:
     """Return a tree with the structure of `tree`, in which each leaf is the prefix's value at or above its path.
 
-    Containers of the prefix may be of other classes than the tree's: only their entries or names of fields matter.
+    Containers of the prefix may be of other classes than the tree's: only their entries or field names matter.
 
     Args:
         prefix: A single value, or a tree whose leaves are at paths that `tree` has too. None is a value.
@@ -46,7 +46,7 @@ def broadcast_prefix(prefix: Tree, tree: Tree) -> Tree:
 
 
 def place_above(path: TreePath, places: Container[TreePath]) -> TreePath | None:
-    """Return the first of some paths that is equal to a path or above it; None if there is none.
+    """Return the path in `places` that is equal to a path or above it, the shortest if several are; None if none is.
 
     Examples:
         >>> place_above(("model", "w"), [("model",), ("step",)])
@@ -59,11 +59,13 @@ def place_above(path: TreePath, places: Container[TreePath]) -> TreePath | None:
 def prefix_places(
     prefix: Tree, tree: Tree, path: TreePath = (), place: TreePath | None = ()
 ) -> Iterator[tuple[TreePath, TreePath | None, Any]]:
-    """Yield for each leaf of a prefix its path in the prefix, its path in the tree (None if missing), and the leaf.
+    """Yield (path in the prefix, path in the tree, leaf) for each leaf of a prefix.
+
+    The path in the tree is None if the tree has no such path.
 
     Args:
-        prefix: Prefix of the tree. Containers may be of other classes than the tree's: only their entries matter, or
-            the field names of named tuples.
+        prefix: Prefix of the tree. Containers may be of other classes than the tree's: only their entries or field
+            names matter.
         tree: The tree; ignored if `place` is None.
         path: Path of the prefix in a larger prefix.
         place: Path of the tree in a larger tree; None if that tree has no such path.

@@ -60,7 +60,7 @@ def register_dataclass(cls: _Class, *, static: Collection[str] = ()) -> _Class:
     names = [field.name for field in fields(cls)]
     if unknown := [name for name in static if name not in names]:
         heading, lines = "register_dataclass: static: unknown fields", with_guesses(unknown, near_names(unknown, names))
-        raise MetadataError(error_text(f"{heading} of {cls.__name__}", offenders=lines))
+        raise MetadataError(error_text(f"{heading} of {cls.__name__}", offenders=lines, fix="Correct the names."))
     if issubclass(cls, (dict, list, tuple)):
         heading, fix = f"register_dataclass: {cls.__name__} is a container itself", "Hold the container in a field."
         raise MetadataError(error_text(heading, fix=fix))
@@ -77,7 +77,7 @@ def register_dataclass(cls: _Class, *, static: Collection[str] = ()) -> _Class:
 
 
 def node_data(node: Any) -> Any:
-    """Return the static data of a registered class's instance, which is everything but its children in `entries`.
+    """Return the static data of an instance of a registered class: everything except the children that `entries` gives.
 
     Examples:
         >>> @dataclass
@@ -96,7 +96,7 @@ def _is_static(field: Field[Any]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _DataclassNode:
-    """The functions of a dataclass for optree: `flatten` returns an instance's fields, `unflatten` makes an instance.
+    """The functions with which a dataclass is registered in optree, to flatten and unflatten its instances.
 
     Attributes:
         cls: The class.
@@ -109,7 +109,7 @@ class _DataclassNode:
     static: tuple[str, ...]
 
     def flatten(self, value: Any) -> tuple[list[Any], dict[str, Any], tuple[str, ...]]:
-        """Return an instance's children, its static fields, and the children's names."""
+        """Return an instance's children, its static fields by name, and the children's names."""
         if unset := [name for name in (*self.static, *self.children) if not hasattr(value, name)]:
             what = f"an instance of {self.cls.__name__} has fields without a value"
             raise MetadataError(error_text(what, offenders=unset, fix="Set them, or give them a default."))
@@ -117,7 +117,7 @@ class _DataclassNode:
         return [getattr(value, name) for name in self.children], static, self.children
 
     def unflatten(self, static: dict[str, Any], children: Any) -> Any:
-        """Return a new instance with these static fields and children."""
+        """Return a new instance with these static fields and children, without a call of `__init__`."""
         value: Any = object.__new__(self.cls)
         for name, child in (*zip(self.children, children, strict=True), *static.items()):
             object.__setattr__(value, name, child)  # a frozen class's own `__setattr__` would refuse it

@@ -1,7 +1,7 @@
-"""Quantised values, which are numbers only together with scales in other tensors, recognised by names and dtypes.
+"""Recognition of quantised tensors, by keys and dtypes: their values mean nothing without the scales in other tensors.
 
-The names are in a table here, since packages that can't import `quantised` change dtypes too. A test compares the table
-with the forms of `quantised`.
+The key suffixes are in a table here, since packages that can't import `quantised` change dtypes too. A test compares
+the table with the forms of `quantised`.
 """
 
 from __future__ import annotations
@@ -75,12 +75,14 @@ BY_SCALES = (
 def scaled_values(
     tensors: Mapping[str, torch.dtype], stored: Callable[[list[str]], Mapping[str, torch.dtype]]
 ) -> Scaled:
-    """Return the keys of the tensors whose values need scales, with the keys of the scales beside them.
+    """Return the keys of quantised tensors, each with the keys of its scales, among tensors to cast.
+
+    A tensor counts as quantised if its dtype and key fit, and tensors exist that are named like its scales.
 
     Args:
         tensors: Dtype of each tensor that is to be cast, by key.
-        stored: Function from keys to the dtypes of the keys that exist. It is called only if a tensor may be quantised
-            according to its dtype and name.
+        stored: Function from keys to the dtypes of those keys that exist. It is called only if a tensor's dtype and key
+            fit.
 
     Examples:
         >>> there = {"w": torch.float8_e4m3fn, "w_scale": torch.float32, "mask": torch.float8_e4m3fn}
@@ -100,7 +102,7 @@ def scaled_values(
 
 
 def those_of(dtypes: Mapping[str, torch.dtype]) -> Callable[[list[str]], dict[str, torch.dtype]]:
-    """Return a function from keys to the dtypes of the keys that exist.
+    """Return a function from keys to the dtypes of those keys that exist in `dtypes`.
 
     Examples:
         >>> those_of({"w": torch.float32})(["w", "x"])
@@ -110,7 +112,7 @@ def those_of(dtypes: Mapping[str, torch.dtype]) -> Callable[[list[str]], dict[st
 
 
 def scaled_what(dtype: torch.dtype, scales: Iterable[str]) -> str:
-    """Return the text of errors for values that would be cast without their scales.
+    """Return the text for a quantised tensor that would be cast without its scales, for errors.
 
     Examples:
         >>> scaled_what(torch.float8_e4m3fn, ["w_scale"])
@@ -120,7 +122,12 @@ def scaled_what(dtype: torch.dtype, scales: Iterable[str]) -> str:
 
 
 def refuse_scaled(doing: str, tensors: Mapping[str, torch.dtype], scaled: Scaled) -> None:
-    """Raise if values would be cast without their scales.
+    """Raise if quantised tensors would be cast without their scales.
+
+    Args:
+        doing: Name of the operation, for the error.
+        tensors: Dtype of each tensor that would be cast, by key.
+        scaled: Keys of the quantised tensors among them and of their scales, as `scaled_values` returns them.
 
     Raises:
         ShapeError: `scaled` isn't empty; the error names each key, and its scales.
@@ -135,11 +142,11 @@ def refuse_scaled(doing: str, tensors: Mapping[str, torch.dtype], scaled: Scaled
 
 
 def plain_matcher(doing: str, plain: Iterable[str], keys: Callable[[], Iterable[str]]) -> Callable[[str], bool]:
-    """Return a predicate: whether the caller declares that the values of a tensor with this key need no scales.
+    """Return a predicate of keys that is true for tensors that need no scales, as the caller declares.
 
     Args:
         doing: Name of the operation, for errors.
-        plain: Patterns of keys.
+        plain: Patterns of the keys of such tensors.
         keys: Function that returns the existing keys; called only if there are patterns.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Targets of transforms, such as a trace: the stored tensors that a load must read to make a target's tensors."""
+"""Loads through a transform, such as a trace: stored tensors are read, and the target's tensors are made from them."""
 
 from __future__ import annotations
 
@@ -13,26 +13,28 @@ class Transform(Protocol):
     """A mapping from stored to requested tensors, such as a trace; `load`, `explain` and `redistribute` take one."""
 
     def stored_target(self, target: Any, /, *, cast: bool, plain: Sequence[str]) -> Any:
-        """Return the target to load instead: a tree of stored tensors, whose factories make the given target's tensors.
+        """Return the target that a load must fill instead of the given one.
+
+        Its leaves are factories, which request stored tensors and make the given target's tensors from them.
 
         Args:
             target: Tree of shards and plain tensors; a plain tensor is whole, and its path is its key.
-            cast: Whether the target's dtypes may differ from those that the transform makes.
-            plain: Patterns of keys of values that need no scales.
+            cast: Whether the target's dtypes may differ from those of the transform's results.
+            plain: Patterns of keys whose values may be converted without their stored scales, as for `load`.
 
         Raises:
-            TreeError: The target isn't a tree, or is too deep.
+            TreeError: The target is not a tree, or is too deep.
         """
 
 
 def target_through(target: Any, transform: Transform, *, cast: bool = False, plain: Sequence[str] = ()) -> Any:
-    """Return the target of the stored tensors from which a transform makes the given target.
+    """Return the target that a load must fill, so that a transform makes the given target from stored tensors.
 
     Args:
         target: Tree of shards and plain tensors.
-        transform: A trace, or any value with its method `stored_target`.
-        cast: Whether the target's dtypes may differ from those that the transform makes.
-        plain: Patterns of keys of values that need no scales.
+        transform: A trace, or any other value with the method `Transform.stored_target`.
+        cast: Whether the target's dtypes may differ from those of the transform's results.
+        plain: Patterns of keys whose values may be converted without their stored scales, as for `load`.
 
     Raises:
         MetadataError: The transform has no such method.

@@ -1,8 +1,9 @@
-"""Wrapper subclasses: the inner tensors of a shard's tensor are stored instead of it, under keys of their own.
+"""Wrapper subclasses: tensors, such as torchao's, whose elements follow from inner tensors that they hold.
 
-The method ``__tensor_flatten__`` returns a tensor's inner tensors, but not how a cut of the tensor divides them. For
-known classes a table does; their shards load in any layout that the class itself allows. Inner tensors of other classes
-are stored by the shard's index in its grid, and load in the same layout only.
+The inner tensors are stored instead of the wrapper, each under a key of its own. The method ``__tensor_flatten__``
+returns them, but does not tell how a cut of the wrapper divides them. The table `_RULES` does for known classes, whose
+shards therefore load in any layout that the class itself allows. Inner tensors of other classes get the wrapper's grid
+as leading axes, and load in the same layout only.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ returns None if the cut of the whole tensor isn't a cut of the inner tensor."""
 
 
 def unwrap(tree: Tree) -> Tree:
-    """Return the tree with each shard of a wrapper subclass replaced by a factory of shards of its inner tensors.
+    """Return the tree with each shard of a wrapper subclass replaced by a factory of its inner tensors' shards.
 
     The key of an inner tensor is the shard's key, a dot, and its name in the class. `save`, `load` and `redistribute`
     unwrap trees themselves. A loaded tensor has the target's class; everything except its inner tensors, such as block
@@ -54,7 +55,7 @@ def has_factories(leaves: list[tuple[TreePath, Any]]) -> bool:
 
 
 def factory_of(leaf: Any) -> ShardedTensorFactory | None:
-    """Return a factory unchanged, and for a shard of a wrapper subclass its factory; None for other leaves.
+    """Return the factory of a leaf: the leaf itself, or one for a shard of a wrapper subclass; None for other leaves.
 
     Examples:
         >>> factory_of(ShardedTensor.from_rank_offsets("w", torch.zeros(2))) is None
@@ -86,7 +87,10 @@ def _can_be_taken_apart(kind: type) -> bool:
 
 
 def _inner_shards(shard: ShardedTensor) -> dict[str, ShardedTensor] | None:
-    """Return the shard of each inner tensor by name; None if the class isn't known and the grid isn't regular."""
+    """Return the shards of a wrapper's inner tensors by name; None if one of them cannot be stored.
+
+    That is so if no rule for the class fits, and the wrapper's shards do not form a regular grid.
+    """
     kind, (names, _) = type(shard.data), shard.data.__tensor_flatten__()
     rules = _RULES.get(kind.__name__, {}) if kind.__module__.startswith("torchao.") else {}
     shards = {}
@@ -101,7 +105,10 @@ def _inner_shards(shard: ShardedTensor) -> dict[str, ShardedTensor] | None:
 
 
 def _by_place(key: str, inner: torch.Tensor, shard: ShardedTensor) -> ShardedTensor | None:
-    """Return the shard of an inner tensor that is stored by the grid index of the whole tensor's shard."""
+    """Return an inner tensor's shard whose leading axes are the grid of the wrapper's shards; None without a grid.
+
+    Such a shard loads in the same layout only.
+    """
     grid = shard.axis_fragmentations
     if grid is None:
         return None
@@ -113,7 +120,10 @@ def _by_place(key: str, inner: torch.Tensor, shard: ShardedTensor) -> ShardedTen
 
 
 def _in_blocks(key: str, inner: torch.Tensor, shard: ShardedTensor) -> ShardedTensor | None:
-    """Return the shard of an inner tensor with one element for each block of the whole, along each axis."""
+    """Return the shard of an inner tensor with one element for each block of the wrapper's elements, such as scales.
+
+    The result is None if the wrapper is cut inside a block.
+    """
     front = shard.prepend_axis_num
     shape, offset = shard.global_shape[front:], shard.global_offset[front:]
     if inner.ndim != len(shape):
@@ -136,7 +146,10 @@ def _in_blocks(key: str, inner: torch.Tensor, shard: ShardedTensor) -> ShardedTe
 
 
 def _row_major(key: str, inner: torch.Tensor, shard: ShardedTensor) -> ShardedTensor | None:
-    """Return the shard of an inner tensor with one element for each group of the flattened whole's elements."""
+    """Return the shard of an inner tensor with one element for each group of the flattened wrapper's elements.
+
+    The result is None if the wrapper is cut along another axis than the first, or inside a group.
+    """
     front, count = shard.prepend_axis_num, inner.numel()
     (first, *others), (start, *_) = (shard.global_shape[front:] or (1,)), (shard.global_offset[front:] or (0,))
     elements = prod(shard.local_shape)
@@ -161,7 +174,7 @@ def _row_major(key: str, inner: torch.Tensor, shard: ShardedTensor) -> ShardedTe
 
 
 def _alike(key: str, inner: torch.Tensor, shard: ShardedTensor) -> ShardedTensor | None:
-    """Return the shard of an inner tensor that is equal in all shards of the whole: each shard has a replica of it."""
+    """Return the shard of an inner tensor that all of the wrapper's shards have alike: each stores a replica of it."""
     replica = shard.replica_id if isinstance(shard.replica_id, tuple) else (shard.replica_id,)
     return ShardedTensor.from_rank_offsets(key, inner, replica_id=(*shard.global_offset, *replica))
 

@@ -137,7 +137,10 @@ def _module_and_name(type_name: str) -> tuple[str, str]:
 
 
 def _member(type_name: str) -> Constructor:
-    """Return a constructor that makes a `Record` of an enum's member; a pickle has the member's value, not its name."""
+    """Return a constructor of `Record`s for the members of an enum that is not imported.
+
+    The record's name is None, since a pickle has only a member's value.
+    """
     return Constructor(lambda value: Record(type_name, {"name": None, "value": value}))
 
 
@@ -150,7 +153,7 @@ def _fill_record(record: Any, state: Any) -> None:
 
 
 def is_named(record: Record) -> bool:
-    """Return whether a record is of a kind that this module makes from pickles; such records can be pickled again.
+    """Return whether a record is one that this module makes from pickles: only such a record can be pickled again.
 
     Examples:
         >>> is_named(Record("megatron.core.enums.ModelType", {"name": None, "value": 1}))
@@ -195,7 +198,7 @@ NAMED: dict[tuple[str, str], Any] = {
 
 
 def named_record(value: Any, child: Child) -> Any:
-    """Return a copy of a record that can be pickled; `NotImplemented` for any other value.
+    """Return a copy of a record for `save_named`; `NotImplemented` for other values, and records that are not named.
 
     Args:
         value: Value of any type.
@@ -214,7 +217,7 @@ def named_record(value: Any, child: Child) -> Any:
 
 
 def save_named(value: Any, file: BinaryIO) -> None:
-    """Write an archive as torch.save does; the value may contain records that `named_record` returned."""
+    """Write a value to a file as torch.save does; it may contain records that `named_record` returned."""
     torch.save(value, file, pickle_module=_MODULE)
 
 

@@ -41,7 +41,7 @@ def _not_callable(name: str) -> Callable[..., Any]:
 
 
 def _items(items: Any = ()) -> list[Any]:
-    """Return the items of a call such as ``set([1, 2])``."""
+    """Return the items that a call such as ``set([1, 2])`` passes; raise TypeError unless in a list or a tuple."""
     # Lists and tuples only: a range of a few bytes can have more items than memory.
     if type(items) not in (list, tuple):
         raise TypeError(f"a container made from a {type(items).__name__}")
@@ -49,7 +49,12 @@ def _items(items: Any = ()) -> list[Any]:
 
 
 def _made_of(kind: Callable[[Any], Any], part: Callable[[Any], Any]) -> Callable[..., Any]:
-    """Return a constructor that makes a container from one optional argument, after `part` has checked it."""
+    """Return a constructor of containers, for a pickle's calls with the contents as the only argument or with none.
+
+    Args:
+        kind: Type of the containers.
+        part: Function that checks the contents and returns them as `kind` takes them.
+    """
     return lambda contents=(): kind(part(contents))
 
 

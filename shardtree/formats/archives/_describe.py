@@ -38,10 +38,10 @@ class Placement:
     """Placement of a tensor along one axis of a mesh.
 
     Attributes:
-        kind: "shard" for a cut, "strided" for a cut made after the cuts along axes to its right, "replicate" for
-            copies, "partial" for terms of a sum.
+        kind: "shard" if the tensor is cut; "strided" if later axes of the mesh cut the same axis of the tensor first,
+            as FSDP2 does after tensor parallelism; "replicate" for copies; "partial" for terms of a sum.
         dim: Axis of the tensor that is cut.
-        split_factor: For "strided", number of pieces that the cuts along axes to its right made.
+        split_factor: For "strided", number of parts that the earlier cuts made.
     """
 
     kind: Literal["shard", "strided", "replicate", "partial"]
@@ -57,7 +57,7 @@ class DTensorParts:
         placements: Placement along each axis of the mesh.
         sizes: Shape of the mesh.
         position: Coordinate of the rank on each axis of the mesh.
-        rank: Global rank; None if the mesh doesn't show it.
+        rank: Global rank; None if the stored mesh does not contain it.
     """
 
     placements: tuple[Placement, ...]
@@ -72,7 +72,7 @@ Element = Callable[[Any, tuple[int, ...]], int]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorSubclass:
-    """A DTensor before its state is known.
+    """A DTensor before its state, which contains the local tensor and the mesh, has been read from the pickle.
 
     Attributes:
         dtype: Dtype of the elements.
@@ -83,11 +83,11 @@ class TensorSubclass:
     shape: tuple[int, ...]
 
     def local_tensor(self, state: Any, element: Element) -> tuple[Any, DTensorParts]:
-        """Return the local tensor, and its position in the DTensor.
+        """Return the rank's local tensor, and its position in the DTensor.
 
         Args:
             state: State of the DTensor in the pickle.
-            element: Function that returns an element of a tensor of integers in the state.
+            element: Function that returns an element of a stored tensor of integers: the mesh may be a tensor of ranks.
         """
         fields = _fields(state)
         spec = _fields(_stub(fields["_spec"], "DTensorSpec").state)
@@ -112,7 +112,10 @@ def _subclass(kind: Any, dtype: Any, shape: Any, *rest: Any) -> TensorSubclass:
 
 
 def _fields(state: Any) -> dict[str, Any]:
-    """Return the attributes in an object's state: a dict, or a pair of dicts (or None), the second with slots."""
+    """Return an object's attributes by name, given its state in a pickle.
+
+    The state is a dict, or a pair of the dict and the slots' values by name; either may be None.
+    """
     if type(state) is tuple and len(state) == 2:
         return {**exactly(dict, state[0] or {}), **exactly(dict, state[1] or {})}
     return exactly(dict, state)
@@ -147,7 +150,7 @@ def _placement(value: Any) -> Placement:
 
 
 def _sizes(mesh: dict[str, Any]) -> tuple[int, ...]:
-    """Return the lengths of a mesh's axes."""
+    """Return the lengths of a mesh's axes, given the mesh's attributes."""
     if "mesh" in mesh:  # Up to torch 2.8, the mesh is a tensor of ranks.
         return tuple(mesh["mesh"].shape)
     layout = _stub(mesh["_layout"], "_MeshLayout")
@@ -163,7 +166,7 @@ def _size(shape: Any) -> int:
 
 
 def _rank(mesh: dict[str, Any], position: tuple[int, ...], element: Element) -> int | None:
-    """Return the global rank that saved the mesh; None if the mesh doesn't show it."""
+    """Return the global rank of the process that saved a mesh; None if the mesh's attributes do not contain it."""
     if mesh.get("_rank") is not None:
         return exactly(int, mesh["_rank"])
     if "mesh" not in mesh:
@@ -227,7 +230,7 @@ class StoredDTensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ArchiveDescription:
-    """An archive's value without its tensors' elements.
+    """The value in an archive, with descriptions in place of tensors.
 
     Attributes:
         value: Saved value; its tensors are `StoredTensor` and `StoredDTensor`.
@@ -256,13 +259,13 @@ def describe_archive(
         length: Length of the archive in bytes.
         what: Description of the archive, for errors.
         file: Name of the archive, for `StoredTensor.file`.
-        classes: Constructors or values of further names that the pickle may contain.
+        classes: Constructors or values for further names in the pickle, by module and qualified name.
         types: Enums, dataclasses and named tuples that the value may contain.
 
     Raises:
-        CorruptCheckpoint: The bytes aren't such an archive, or contradict each other.
-        UnsafeFile: The archive names something that isn't data.
-        UnsupportedValue: A tensor is quantised, sparse, or of another kind that isn't read.
+        CorruptCheckpoint: The bytes are not such an archive, or contradict each other.
+        UnsafeFile: The archive names something that is not data.
+        UnsupportedValue: A tensor is quantised, sparse, or of another kind that is not read.
 
     Examples:
         >>> import io
@@ -301,22 +304,25 @@ def _with_lazy_bits(tensor: StoredTensor, extra: Any) -> StoredTensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Places:
-    """Constructors that describe an archive's tensors.
+    """Functions for a pickle's reader that return descriptions of an archive's tensors.
 
     Attributes:
         archive: Archive that is described.
-        file: Name of the file.
+        file: Name of the archive, for `StoredTensor.file`.
     """
 
     archive: Archive
     file: str
 
     def tensor(self, *arguments: Any) -> StoredTensor:
-        """Return the description of a tensor, from its storage and the view of it."""
+        """Return the description of a tensor, given its storage, then offset, shape, strides and perhaps dtype."""
         return stored_tensor(describe_tensor(*arguments), self.archive, self.file)
 
     def subclass(self, function: Any, kind: Any, args: Any, state: Any) -> Any:
-        """Return the description of a tensor with attributes, or of a DTensor."""
+        """Return the description of a DTensor, or of a plain tensor with attributes, which are ignored.
+
+        The arguments are those of torch's function for tensors with a state.
+        """
         tensor = function.make(*args) if type(function) is Constructor and type(args) is tuple else None
         if type(tensor) is StoredTensor and kind is _TENSOR:
             return tensor  # The object's attributes, such as DeepSpeed's ids, aren't needed.

@@ -135,7 +135,7 @@ _REBUILDS: dict[type, Callable[[Any, Child], Any]] = {
 def encode_archive(value: Any, *, allow_pickle: bool = False) -> bytes:
     """Return the archive of a value, as torch.save writes it; `decode_archive` and torch.load read it.
 
-    Tensors become plain tensors that need no gradient, each without the rest of its storage. A value that occurs
+    Tensors become plain tensors that need no gradient. Only a view's own elements are stored. A value that occurs
     twice is stored twice. Enum members, dataclasses and named tuples are stored under the name of their class, as
     pickle does: readers pass the class in ``types``.
 

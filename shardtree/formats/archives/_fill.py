@@ -1,4 +1,4 @@
-"""Reads of a stored tensor by its strides, strip by strip: reading a part takes little more memory than the part."""
+"""Reads of stored tensors with any strides, in strips of a few MB: little memory beyond the result is needed."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def reach(tensor: StoredTensor) -> int:
 
 
 def box_of(tensor: StoredTensor, box: Box) -> StoredTensor:
-    """Return a box of a stored tensor as a stored tensor.
+    """Return the description of a part of a stored tensor, as a stored tensor of its own.
 
     Args:
         tensor: Stored tensor.
-        box: Box inside the tensor.
+        box: Offset and shape of the part.
     """
     offset, shape = box
     begin = tensor.begin + sum(map(mul, offset, tensor.stride)) * tensor.dtype.itemsize
@@ -44,17 +44,17 @@ def box_of(tensor: StoredTensor, box: Box) -> StoredTensor:
 
 
 def strips(tensor: StoredTensor, what: str) -> Iterator[Box]:
-    """Yield the boxes in which a stored tensor is read, each by one read of the bytes that it spans.
+    """Yield the boxes in which a stored tensor is read. One read gets all bytes from a box's first to its last element.
 
-    The axes of the largest strides are cut: boxes of a transposed tensor are columns.
+    A tensor is cut along the axis of its largest stride until each box spans at most 4 MB. Boxes of a transposed tensor
+    are thus groups of columns. A tensor whose elements overlap is not cut.
 
     Args:
         tensor: Stored tensor.
         what: Description of the archive, for errors.
 
     Raises:
-        CorruptCheckpoint: Elements overlap, and span too many bytes to be read at once; a tensor whose elements
-            overlap isn't cut.
+        CorruptCheckpoint: The tensor's elements overlap, and span more than 1 GiB.
     """
     if _overlaps(tensor):
         if (span := reach(tensor)) > MOST_EXPANDED_BYTES:
@@ -85,7 +85,10 @@ def _with(numbers: tuple[int, ...], axis: int, number: int) -> tuple[int, ...]:
 
 
 def _overlaps(tensor: StoredTensor) -> bool:
-    """Return whether elements may share bytes: a stride other than 0 is smaller than what the smaller strides span."""
+    """Return whether elements may share bytes, other than by strides of 0.
+
+    They may if a stride is shorter than the span of all axes with smaller strides.
+    """
     axes = zip(tensor.stride, tensor.shape, strict=True)
     span = 1
     for step, length in sorted((step, length) for step, length in axes if step and length > 1):
@@ -96,7 +99,7 @@ def _overlaps(tensor: StoredTensor) -> bool:
 
 
 def fill_tensor(read: Read, tensor: StoredTensor, out: torch.Tensor, what: str) -> None:
-    """Read a stored tensor's elements into memory, with no more than one strip in additional memory.
+    """Read a stored tensor's elements into another tensor; at most one of the `strips` is in memory beside it.
 
     Args:
         read: Function that returns a byte range of the archive, by its first byte and one past its last.
@@ -105,7 +108,7 @@ def fill_tensor(read: Read, tensor: StoredTensor, out: torch.Tensor, what: str) 
         what: Description of the archive, for errors.
 
     Raises:
-        CorruptCheckpoint: The tensor's bytes are missing, or it is too large.
+        CorruptCheckpoint: Bytes of the tensor are missing, or its elements overlap and span more than 1 GiB.
     """
     for offset, shape in strips(tensor, what):
         target = out[tuple(slice(at, at + length) for at, length in zip(offset, shape, strict=True))]
@@ -122,7 +125,7 @@ def filled_tensor(read: Read, tensor: StoredTensor, what: str) -> torch.Tensor:
         what: Description of the archive, for errors.
 
     Raises:
-        CorruptCheckpoint: The tensor's bytes are missing, or it is too large.
+        CorruptCheckpoint: Bytes of the tensor are missing, or its elements overlap and span more than 1 GiB.
     """
     if prod(tensor.shape) * tensor.dtype.itemsize > reach(tensor):
         # An expanded tensor stays expanded: a file of a few bytes may have many of them, whose copies would fill the

@@ -123,7 +123,9 @@ def tensor_place(read: Read, length: int, *, what: str) -> StoredTensor:
 
 
 def archive_ends(length: int) -> list[tuple[int, int]]:
-    """Return the byte ranges that `tensor_place` and `archive_records` usually read: first byte, one past the last.
+    """Return the byte ranges at an archive's ends: first byte and one past the last of each; one range if they meet.
+
+    An archive of one tensor usually has its pickle and directory there, all that `tensor_place` reads.
 
     Examples:
         >>> archive_ends(1_000_000), archive_ends(2000)
@@ -174,7 +176,7 @@ def _parse(data: bytes, what: str) -> Any:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DescribedTensor:
-    """A tensor in a pickle, whose storage isn't read.
+    """A tensor as a pickle describes it: a view of a storage that has not been looked up.
 
     Attributes:
         storage: Reference to the storage.
@@ -186,7 +188,12 @@ class DescribedTensor:
 
 
 def describe_tensor(storage: Any, *arguments: Any) -> DescribedTensor:
-    """Return the description of a tensor, from its storage and the arguments of `tensor_layout`."""
+    """Return the description of a tensor in a pickle.
+
+    Args:
+        storage: `StorageReference` of the tensor's storage; other values are refused.
+        arguments: Offset, shape and strides in the storage, followed by the dtype if it is not the storage's.
+    """
     if type(storage) is not StorageReference:
         raise TypeError("a tensor without a storage")
     return DescribedTensor(storage, tensor_layout(storage.dtype, storage.nbytes, arguments))
@@ -196,14 +203,14 @@ T = TypeVar("T")
 
 
 def not_lazy(tensor: T, extra: Any) -> T:
-    """Return a tensor; raise ValueError if it is conjugated or negated lazily."""
+    """Return a tensor unchanged; raise ValueError if the flags `extra` mark it as lazily conjugated or negated."""
     if extra and (type(extra) is not dict or any(extra.values())):
         raise ValueError("a tensor that is conjugated or negated lazily")
     return tensor
 
 
 def stored_tensor(tensor: DescribedTensor, archive: Archive, file: str) -> StoredTensor:
-    """Return a described tensor with its record and offset in an archive.
+    """Return a described tensor as a `StoredTensor`, after looking up its storage's record in the archive.
 
     Raises:
         ValueError: The archive lacks the tensor's storage.
@@ -224,7 +231,7 @@ _CLASSES: dict[tuple[str, str], Any] = {
 
 
 def _cached_ends(read: Read, length: int) -> Read:
-    """Return a `Read` that has both ends of the archive in memory, and reads other bytes on request."""
+    """Return a `Read` that serves both ends of the archive from memory, and calls `read` for other bytes."""
     spans = archive_ends(length)
     parts = [memoryview(read(begin, end)).cast("B") for begin, end in spans]
     head, tail, start = parts[0], parts[-1], spans[-1][0]
@@ -314,7 +321,7 @@ def _nbytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
 
 @lru_cache(maxsize=4096)
 def _head(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, tuple[WrittenRecord, ...]]:
-    """Return the head and the archive's records so far; the last record is the tensor's, still without its CRC32."""
+    """Return the archive's head and records up to the tensor's own, whose CRC32 is still 0."""
     check_storable(dtype, "archive_head")
     out, records = begin_archive(_pickle(dtype, shape))
     payload = WrittenRecord("archive/data/0", 0, _nbytes(dtype, shape), len(out))
@@ -337,7 +344,11 @@ def _pickle(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
 
 
 def begin_archive(content: bytes) -> tuple[bytearray, list[WrittenRecord]]:
-    """Return the bytes of an archive before its tensors, and the list of the records in these bytes."""
+    """Return the bytes of an archive up to its tensors, and the list of the records in these bytes.
+
+    Args:
+        content: Bytes of the pickle, which become the record ``data.pkl``.
+    """
     out, records = bytearray(), list[WrittenRecord]()
     append(out, 0, records, "data.pkl", content)
     append(out, 0, records, ".format_version", b"1")
@@ -347,7 +358,13 @@ def begin_archive(content: bytes) -> tuple[bytearray, list[WrittenRecord]]:
 
 
 def finish_archive(out: bytearray, at: int, records: list[WrittenRecord]) -> bytes:
-    """Return an archive's bytes from offset `at` on: `out`, two more records (added to the list), and the directory."""
+    """Return the end of an archive: `out`, torch's two last records, and the directory.
+
+    Args:
+        out: Bytes after the last tensor, extended in place.
+        at: Offset of `out` in the archive.
+        records: All records written so far; the two last ones are added.
+    """
     append(out, at, records, "version", b"3\n")
     append(out, at, records, ".data/serialization_id", _serialization_id(records))
     return bytes(out + directory(records, at + len(out)))

@@ -31,10 +31,10 @@ class StorageKind:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredStorage:
-    """A storage.
+    """A storage that was read into memory.
 
     Attributes:
-        bits: Bytes of the storage, uint8 (bytes,).
+        bits: Bytes of the storage: a tensor of one axis and dtype uint8.
         dtype: Dtype of the elements; None for an untyped storage.
     """
 
@@ -134,14 +134,14 @@ def _tensor(storage: Any, *arguments: Any) -> torch.Tensor:
 
 
 def lazy_bits(dtype: torch.dtype, extra: Any) -> tuple[bool, bool]:
-    """Return torch's bits for lazy conjugation and negation.
+    """Return two flags of a pickled tensor: whether it is lazily conjugated, and whether it is lazily negated.
 
     Args:
         dtype: Dtype of the tensor.
-        extra: Mapping of the bits in the pickle; None if it has none.
+        extra: Dict of the flags in the pickle; None if it has none.
 
     Raises:
-        ValueError: The mapping has another key or value, or a bit that the dtype can't have.
+        ValueError: The dict has another key or value, or a flag that the dtype cannot have.
     """
     flags = {} if extra is None else exactly(dict, extra)
     if flags.keys() - {"conj", "neg"} or any(type(flag) is not bool for flag in flags.values()):
@@ -156,7 +156,7 @@ _NEGATED = (torch.float16, torch.float32, torch.float64)  # These are the dtypes
 
 
 def _with_lazy_bits(tensor: torch.Tensor, extra: Any) -> torch.Tensor:
-    """Return a tensor with torch's bits for lazy conjugation and negation set as in the pickle."""
+    """Return a view of the tensor that is lazily conjugated or negated if the pickle's flags `extra` say so."""
     conj, neg = lazy_bits(tensor.dtype, extra)
     tensor = tensor.conj() if conj else tensor
     return torch._neg_view(tensor) if neg else tensor
@@ -168,16 +168,16 @@ T = TypeVar("T")
 def rebuilders(
     tensor: Callable[..., T], set_bits: Callable[[T, Any], T], *kinds: type
 ) -> dict[tuple[str, str], Constructor]:
-    """Return the constructors that replace torch's functions for rebuilding tensors.
+    """Return constructors in place of torch's functions that rebuild tensors, by module and name.
 
     Hooks and `requires_grad` are ignored, and a parameter becomes its tensor.
 
     Args:
         tensor: Function that returns a tensor; called with a storage, an offset, a shape, strides, and the dtype if it
-            isn't the storage's.
-        set_bits: Function that sets torch's bits for lazy conjugation and negation; called with the tensor and the
-            mapping of the bits, or None.
-        kinds: Types of tensors that parameters may hold.
+            is not the storage's.
+        set_bits: Function that returns the tensor after applying flags for lazy conjugation and negation; called with
+            the tensor, and the dict of flags or None.
+        kinds: Types of the tensors that a pickled parameter may wrap.
     """
 
     def rebuild_v2(storage: Any, offset: Any, shape: Any, stride: Any, grad: Any, hooks: Any, extra: Any = None) -> T:
@@ -238,7 +238,11 @@ NO_VALUES: frozenset[type] = frozenset({StorageKind, StoredStorage})
 
 
 def loader(data: Callable[[str], memoryview]) -> Callable[[Any], StoredStorage]:
-    """Return the function that loads the storage of a persistent id."""
+    """Return a function from a persistent id to its storage, which copies each record into memory only once.
+
+    Args:
+        data: Function that returns a record's bytes by the record's name.
+    """
     # Each record is copied once, however often it is named: so tensors share memory as they did when they were saved,
     # and a pickle that names one record a million times takes no more memory.
     tensors: dict[str, torch.Tensor] = {}
@@ -289,7 +293,7 @@ def _set_state(value: Any, state: tuple[Any, ...]) -> None:
 
 
 def _unit(state: Any) -> Any:
-    """Return the unit of a date's dtype, in the form that NumPy's `__setstate__` takes."""
+    """Return the time unit in a date dtype's pickled state, checked, in the form that NumPy's `__setstate__` takes."""
     if len(state) < 9:
         return ({}, ("generic", 1, 1, 1))
     _, (unit, *numbers) = exactly(tuple, state[8])
@@ -325,7 +329,7 @@ def _fill(array: np.ndarray[Any, Any], state: Any) -> None:
 
 
 def _array(data: bytes | bytearray, dtype: Any, shape: Any) -> np.ndarray[Any, Any]:
-    """Return a new row-major array with a copy of some bytes."""
+    """Return a new row-major array that holds a copy of `data`; raise ValueError if the lengths do not fit."""
     lengths = tuple(exactly(int, length) for length in exactly(tuple, shape))
     if min(lengths, default=0) < 0 or prod(lengths) * _check_dtype(dtype).itemsize != len(data):
         raise ValueError(f"an array of shape {lengths}"[:200] + f" made from {len(data)} bytes")

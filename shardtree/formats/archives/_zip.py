@@ -131,7 +131,7 @@ def _entry(data: bytes, at: int) -> tuple[Entry, int]:
 
 
 def _zip64_values(fields: list[int], extra: bytes) -> list[int]:
-    """Return the fields; the values that don't fit 32 bits are taken from zip64's extra field."""
+    """Return an entry's lengths and offset; those that do not fit 32 bits are taken from zip64's extra field."""
     # The extra field has only the values whose 32-bit field is full, in this order.
     if _FULL32 not in fields:
         return fields
@@ -155,7 +155,7 @@ def _find_zip64(extra: bytes) -> bytes:
 
 
 def _record_at(read: Read, entry: Entry, directory: int) -> Record:
-    """Return the record of an entry of the directory, after reading its local header."""
+    """Return the record of a directory entry, after reading its own header; `directory` is the directory's offset."""
     # The header's extra field can have another length than the directory's, since torch pads it to align the bytes.
     name, crc32, nbytes, at = entry
     if at + _LOCAL.size > directory:
@@ -180,7 +180,7 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True, slots=True)
 class WrittenRecord:
-    """Entry of a written record in the directory at the archive's end.
+    """A record that was written, as the directory at the archive's end will list it.
 
     Attributes:
         name: Name in the archive.
@@ -260,7 +260,7 @@ _TRUST = "Pass options=LoadOptions(allow_pickle=True) if you trust its writer."
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Archive:
-    """An archive's records by name.
+    """An open archive: its records by name, and a function that reads them.
 
     Attributes:
         read: Function that returns a byte range of the archive.
@@ -292,11 +292,11 @@ class Archive:
 
 
 def open_archive(read: Read, length: int, what: str) -> Archive:
-    """Return the archive that torch.save wrote, whose tensors must be little-endian.
+    """Read the directory of an archive of torch.save, and check that its tensors are little-endian.
 
     Raises:
-        CorruptCheckpoint: The bytes aren't an archive.
-        UnsafeFile: The file has a form that only unpickling can read.
+        CorruptCheckpoint: The bytes are not an archive.
+        UnsafeFile: Only unpickling can read the file, or it is a TorchScript program.
     """
     if length < 2 or bytes(read(0, 2)) != b"PK":
         raise _not_a_zip(bytes(read(0, min(length, len(_OLD_MAGIC)))), what)
@@ -314,7 +314,7 @@ def open_archive(read: Read, length: int, what: str) -> Archive:
     if order != b"little":
         name = repr(order[:20].decode("ascii", "replace"))
         fix = "On a machine of that byte order, load it with torch and save its tensors in another format."
-        raise CorruptCheckpoint(error_text(f"{what}: another byte order", found=name, expected="'little'", fix=fix))
+        raise CorruptCheckpoint(error_text(f"{what}: unsupported byte order", found=name, expected="'little'", fix=fix))
     return archive
 
 

@@ -1,4 +1,4 @@
-"""Contents of ranks' parts as one checkpoint: the headers of all files give offsets, and parts must tile tensors.
+"""Contents of a folder of ranks' files: each header gives its parts' offsets, and the parts must tile their tensors.
 
 No file lists the others, and no header has a global shape. A tensor's shape is therefore the smallest that its parts
 fit into. If the last parts are missing, the others tile a smaller tensor. Only a caller who knows the shape can notice
@@ -53,12 +53,12 @@ _WHY = "this format carries no checksums, shapes or count of files: headers, len
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PartContents:
-    """Tensors that the files of all ranks make together.
+    """Contents of all ranks' files: whole tensors, joined from parts, and strings.
 
     Attributes:
-        index: Index of the tensors, with their parts as chunks.
-        refusals: Reason that a tensor can't be loaded, by key.
-        texts: Strings in the files' headers beside tensors and offsets.
+        index: Index of the tensors, with one chunk for each part.
+        refusals: Reason that a tensor cannot be loaded, by key.
+        texts: Strings in the files' headers by name, without offsets; a dict by file where files differ.
     """
 
     index: Index
@@ -71,8 +71,8 @@ class Part:
     """A rank's part of a tensor.
 
     Attributes:
-        file: Number of its file.
-        entry: Its entry in the file's header.
+        file: Number of the file.
+        entry: Entry of the part in the file's header.
         kind: Dtype and shape of the part.
         offset: Offset of the part in the tensor.
     """
@@ -84,17 +84,19 @@ class Part:
 
     @property
     def stop(self) -> tuple[int, ...]:
-        """The end of the part along each axis."""
+        """Offset of the part's end along each axis."""
         return tuple(start + size for start, size in zip(self.offset, self.kind.global_shape, strict=True))
 
 
 def read_contents(checkpoint: Checkpoint) -> PartContents:
-    """Return the tensors that the files of all ranks make together. The headers are read once per open checkpoint.
+    """Return the contents of all files, after comparing them with the shapes that the caller gave.
+
+    The headers are read once per open checkpoint.
 
     Raises:
         CorruptCheckpoint: A file is missing or not sound, parts overlap or leave holes, or they contradict
             ``LoadOptions(shapes=...)``.
-        UnsupportedValue: The files have a version of the format that isn't known.
+        UnsupportedValue: The files have a version of the format that is not known.
     """
     return checkpoint.once(_checked)
 
@@ -106,11 +108,11 @@ def _checked(checkpoint: Checkpoint) -> PartContents:
 
 
 def parse(checkpoint: Checkpoint) -> PartContents:
-    """Return the contents of all files. One rank calls this for all ranks.
+    """Read all files' headers, and return the contents of the files. One rank calls this for all ranks.
 
     Raises:
         CorruptCheckpoint: A file is missing or not sound, or parts overlap or leave holes.
-        UnsupportedValue: The files have a version of the format that isn't known.
+        UnsupportedValue: The files have a version of the format that is not known.
     """
     where = checkpoint.storage.where()
     with collector_paused():
@@ -119,15 +121,15 @@ def parse(checkpoint: Checkpoint) -> PartContents:
 
 
 def _joined(where: str, files: Sequence[WeightFile]) -> PartContents:
-    """Return the tensors that the files make together, given the files' headers.
+    """Return the contents of all files, given their headers.
 
     Args:
-        where: Place of the folder, for errors.
+        where: Location of the folder, for errors.
         files: Headers of all ranks' files.
 
     Raises:
-        CorruptCheckpoint: Offsets aren't sound, or parts overlap or leave holes.
-        UnsupportedValue: The files have a version of the format that isn't known.
+        CorruptCheckpoint: Offsets are not sound, or parts overlap or leave holes.
+        UnsupportedValue: The files have a version of the format that is not known.
     """
     check_numbers([entry for file in files for entry in file.entries], where)
     refusals = {entry.name: reason for file in files for entry in file.entries if (reason := refusal(entry))}
@@ -190,7 +192,7 @@ def _unsound(file: WeightFile, found: str, expected: str) -> CorruptCheckpoint:
 
 
 def _whole(key: str, parts: Sequence[Part], files: Sequence[WeightFile]) -> TensorKind:
-    """Return dtype and shape of the smallest tensor that parts fit into."""
+    """Return the dtype of a tensor's parts, and the smallest shape that the parts fit into."""
     first = parts[0]
     for part in parts:
         if part.kind.dtype != first.kind.dtype or len(part.offset) != len(first.offset):
@@ -238,7 +240,7 @@ def _names(parts: Sequence[Part], files: Sequence[WeightFile]) -> str:
 
 
 def _check_told(checkpoint: Checkpoint, index: Index) -> None:
-    """Raise if the files contradict the shapes that the caller gave."""
+    """Raise if ``LoadOptions(shapes=...)`` is not a dict of shapes, or the files' tensors do not have these shapes."""
     try:
         told = {str(key): tuple(map(int, shape)) for key, shape in (checkpoint.options.shapes or {}).items()}
     except (TypeError, ValueError, AttributeError):
@@ -253,7 +255,7 @@ def _check_told(checkpoint: Checkpoint, index: Index) -> None:
     ]
     if wrong:
         what = f"open: the files in {checkpoint.storage.where()!r} don't make the tensors of LoadOptions(shapes=...)"
-        fix = "A rank's file is missing, unless the shapes belong to another model."
+        fix = "Copy the missing rank's file, or correct the shapes if they belong to another model."
         raise CorruptCheckpoint(error_text(what, offenders=wrong, fix=fix))
 
 
@@ -281,7 +283,7 @@ def load_sharded(checkpoint: Checkpoint, shards: Sequence[ShardedTensor]) -> Rea
 
 
 def load_metadata(checkpoint: Checkpoint) -> IndexMetadata:
-    """Return every stored tensor by its key, whole and without data, in the shape that its parts make."""
+    """Return every stored tensor by its key, whole and without data; its shape follows from its parts."""
     contents = read_contents(checkpoint)
     return IndexMetadata(
         contents.index,
@@ -296,19 +298,22 @@ def load_metadata(checkpoint: Checkpoint) -> IndexMetadata:
 
 
 def _with_axes(index: Index) -> set[str]:
-    """Return the keys of the tensors with axes: a missing last part of these can't be noticed."""
+    """Return the keys of the tensors that have axes: only their last parts can be missing without notice."""
     return {key for key, axes in zip(index.keys(), index.key_axes.tolist(), strict=True) if axes}
 
 
 def _doubts(checkpoint: Checkpoint, contents: PartContents, shards: Sequence[ShardedTensor]) -> dict[str, str]:
-    """Return why targets that allow any shape can't be loaded, by key: a missing part wouldn't be noticed."""
+    """Return, by key, why targets with `allow_shape_mismatch` cannot be loaded if the caller gave no shape for them.
+
+    A missing part would not be noticed.
+    """
     padded = sorted({shard.key for shard in shards if shard.allow_shape_mismatch} - _told_keys(checkpoint))
     numbers = contents.index.find_keys(padded)
     return {key: _PADDED for key, number in zip(padded, numbers, strict=True) if number >= 0}
 
 
 def _other_shapes(checkpoint: Checkpoint, contents: PartContents, shards: Sequence[ShardedTensor]) -> dict[str, str]:
-    """Return the likely causes of shape mismatches, by the keys of targets whose shape must be exact.
+    """Return, by key, what is wrong with targets that have another shape than the stored tensor but must have the same.
 
     The general error would advise setting `allow_shape_mismatch`, which would lose the rows of a missing file.
     """
@@ -329,13 +334,16 @@ def _told_keys(checkpoint: Checkpoint) -> Set[str]:
 
 
 def load_common(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the strings in the files' headers, as ``__metadata__``; {} if there are none."""
+    """Return the common state: {"__metadata__": strings in the files' headers}, or {} if there are no strings."""
     texts = read_contents(checkpoint).texts
     return {TEXTS: dict(texts)} if texts else {}
 
 
 def verify(checkpoint: Checkpoint) -> tuple[Finding, ...]:
-    """Return damage if the files can't be read as a checkpoint; else all files as unchecked, as none has checksums."""
+    """Return one `Damage` if the files do not form a checkpoint; otherwise report each file as `Unchecked`.
+
+    The files have no checksums. Tensors that cannot be loaded are reported too.
+    """
     try:
         contents = read_contents(checkpoint)
     except CheckpointingException as error:

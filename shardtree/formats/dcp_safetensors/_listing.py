@@ -17,7 +17,7 @@ _WHOLE = re.compile(r"(model|diffusion_pytorch_model)\.safetensors(\.index\.json
 
 
 def recognize(storage: Storage) -> Fields | None:
-    """Return the fields of metadata.json for a folder of ranks' parts; None for anything else.
+    """Return the fields that metadata.json would have for a folder of ranks' parts; None for anything else.
 
     A folder that also has the whole model, for example after consolidation in place, is read as a Hugging Face model.
 
@@ -44,10 +44,10 @@ def part_files(names: Iterable[str], where: str) -> tuple[str, ...]:
 
     Args:
         names: Names in the folder.
-        where: Place of the folder, for errors.
+        where: Location of the folder, for errors.
 
     Raises:
-        CorruptCheckpoint: The files are gone, or belong to several saves.
+        CorruptCheckpoint: The folder has no such files, or files of several saves.
 
     Examples:
         >>> part_files(["shard-00001-model-00001-of-00001.safetensors", "config.json"], "example")
@@ -58,6 +58,6 @@ def part_files(names: Iterable[str], where: str) -> tuple[str, ...]:
     if len(counts) != 1:
         found = " and ".join(f"files of {count}" for count in sorted(counts)) or "no file of a rank"
         what, expected = f"open: {where!r} doesn't hold the parts of one save", "shard-RRRRR-model-NNNNN-of-NNNNN"
-        fix = "Move the files of other saves away; nothing in them says which are current."
+        fix = "Keep every rank's file of one save only; nothing in the files says which save is current."
         raise CorruptCheckpoint(error_text(what, found=found, expected=expected, fix=fix))
     return tuple(matches)

@@ -1,4 +1,4 @@
-"""Contents of a ZeRO-1, 2 or 3 checkpoint: masters and moments as ranges of their parameters, weights beside them."""
+"""Contents of a ZeRO-1, 2 or 3 checkpoint: masters and optimizer states, cut from flat vectors, and weights."""
 
 from __future__ import annotations
 
@@ -32,12 +32,13 @@ from ._listing import LATEST, LATEST_UNIVERSAL, check_count, tag_folder, zero_fi
 
 
 def read_contents(checkpoint: Checkpoint) -> Contents:
-    """Return the contents of a save, read from its files' pickles alone.
+    """Return the contents of a save. Only the files' pickles are read, no tensor's elements.
 
     Raises:
         CorruptCheckpoint: A rank's file is missing, belongs to another save, or the files contradict each other.
-        UnsupportedValue: The save has slices of other parallelism, and its files don't say how to join them.
-        UnsafeFile: A file names something that isn't data.
+        UnsupportedValue: The model is also split by tensor, pipeline or expert parallelism, and no file says how to
+            join the parts.
+        UnsafeFile: A file names something that is not data.
     """
     storage = checkpoint.storage
     listing = zero_files(storage, tag_folder(storage) or "")
@@ -56,7 +57,10 @@ def read_contents(checkpoint: Checkpoint) -> Contents:
         _check_copies(checkpoint, optimizer)
     model = read_model(checkpoint, models, optimizer.paddings, tensors)
     if len(optimizer.masters) != len(model.groups):
-        what = f"open: {storage.where(optimizers[0].name)!r} and {storage.where(models[0].name)!r} are of several saves"
+        what = (
+            f"open: {storage.where(optimizers[0].name)!r} and {storage.where(models[0].name)!r} "
+            "belong to different saves"
+        )
         found, expected = f"{len(optimizer.masters)} groups of masters", f"{len(model.groups)}, as in param_shapes"
         raise CorruptCheckpoint(error_text(what, found=found, expected=expected, fix="Copy all files of one save."))
     for number, parameters in enumerate(model.groups):
@@ -69,7 +73,10 @@ def read_contents(checkpoint: Checkpoint) -> Contents:
 
 
 def _check_copies(checkpoint: Checkpoint, optimizer: Optimizer) -> None:
-    """Raise if two ranks have the same masters and states, since ZeRO-3 has no weights to compare masters with."""
+    """Raise if two ranks' files have the same masters and states: one was then copied in place of the other.
+
+    ZeRO-3 stores no weights that a wrong rank's masters would differ from.
+    """
     first_vectors: dict[tuple[tuple[int, int], ...], Vector] = {}
     for rank in range(optimizer.ranks if checkpoint.options.verify is not None else 0):
         vectors = [group[rank] for group in optimizer.masters]
@@ -96,10 +103,10 @@ _LOOKED_AT = 65536
 
 
 def _check_paddings(groups: Sequence[Sequence[Parameter]], optimizer: Optimizer, checkpoint: Checkpoint) -> None:
-    """Raise if a rank's moments aren't zeros in the rank's padding, while another rank's moments are zeros there.
+    """Raise if ZeRO-3 ranks' files were exchanged: moments must be zeros in the padding of a rank's flat vectors.
 
     DeepSpeed pads gradients with zeros, so that the moments of padding are zeros, whatever the masters are. If weight
-    decay is part of the gradient, these moments aren't zeros; but then other ranks have no zeros there either.
+    decay is part of the gradient, they are not. A rank is therefore only refused if another has zeros at these offsets.
 
     Raises:
         CorruptCheckpoint: The files of ranks were exchanged.
@@ -111,7 +118,7 @@ def _check_paddings(groups: Sequence[Sequence[Parameter]], optimizer: Optimizer,
     ]
 
     def zeros(rank: int, other: int) -> bool:
-        """Return whether a rank's moments are zeros where another rank has padding."""
+        """Return whether a rank's moments are zeros at the offsets where the rank `other` has padding."""
         return not any(bool(filled(checkpoint, part).any()) for part in moments(rank, places[other]))
 
     def moments(rank: int, padding: Sequence[tuple[int, int, int]]) -> Iterator[StoredTensor]:
@@ -130,7 +137,7 @@ def _check_paddings(groups: Sequence[Sequence[Parameter]], optimizer: Optimizer,
             where, other_where = (
                 checkpoint.storage.where(optimizer.masters[0][number].tensor.file) for number in (rank, other)
             )
-            what = f"load: {where!r} isn't its rank's file: it lacks the rank's padding, which {other_where!r} has"
+            what = f"load: {where!r} isn't its rank's file: the rank's padding is zeros in {other_where!r} instead"
             fix = "Files were renamed, exchanged or copied; copy each rank's own file, or load another checkpoint."
             raise CorruptCheckpoint(error_text(what, fix=f"{fix} LoadOptions(verify=None) skips the comparison."))
 
@@ -140,7 +147,7 @@ _LOOKED_AT_PADDINGS = 4
 
 
 def _check_whole(checkpoint: Checkpoint, models: Sequence[ArchiveFile], model: Model) -> None:
-    """Raise if weights would have to be derived from masters: the checkpoint has no file of masters."""
+    """Raise if the model files lack elements of weights, as under ZeRO-3: without optimizer files nothing has them."""
     names = [
         repr(name)
         for name, parameter in model.parameters.items()
@@ -153,7 +160,7 @@ def _check_whole(checkpoint: Checkpoint, models: Sequence[ArchiveFile], model: M
 
 
 def _add_group(checkpoint: Checkpoint, tensors: Tensors, model: Model, optimizer: Optimizer, number: int) -> None:
-    """Add the masters and states of one group's parameters."""
+    """Add the masters and optimizer states of the parameters of one group."""
     parameters, masters = model.groups[number], optimizer.masters[number]
     flat = {"param": masters}
     # A state's vector is as long as its master, or longer by the padding that masters lack.
@@ -195,7 +202,7 @@ def _add_flat(
         state: Name of the state.
         parameters: Parameters of the group, in order.
         vectors: Flat vectors of the state, by rank.
-        split_by: Place of the model file whose shapes say how ZeRO-3 splits the vectors; None for ZeRO-1 and 2.
+        split_by: Location of the model file whose shapes say how ZeRO-3 splits the vectors; None for ZeRO-1 and 2.
     """
     cut = group_pieces if split_by is None else split_pieces
     what = f"the flat vector of {state!r}"
@@ -217,7 +224,10 @@ def _add_for_each(
     values: Sequence[Any],
     masters: Sequence[Vector],
 ) -> None:
-    """Add, for each parameter, a state that each rank stores once for the group: a number, or else a refused tensor."""
+    """Add a state that each rank stores once for a whole group, such as its step, to each parameter of the group.
+
+    Loads refuse the state if it is neither a number nor a tensor without axes.
+    """
     value, others = values[0], [one if isinstance(one, (StoredTensor, int, float)) else None for one in values[1:]]
     first, *places = (checkpoint.storage.where(master.tensor.file) for master in masters)
     keys = [state_key(state, parameter.name) for parameter in parameters]
@@ -238,7 +248,7 @@ def _add_for_each(
 
 
 def _compare(tensors: Tensors, model: Model, parameters: Sequence[Parameter], states: Sequence[str]) -> None:
-    """Record the comparison of each parameter's master with the weight that ZeRO-1 and 2 store beside it."""
+    """Register that loads of these states compare each parameter's master with its weight: ZeRO-1 and 2 store both."""
     for parameter in parameters:
         if parameter.name in model.module and 0 not in parameter.shape:
             pair = Comparison(state_key("param", parameter.name), parameter.name)

@@ -46,10 +46,10 @@ class Model:
     """Contents of the model files.
 
     Attributes:
-        where: Place of the first file, for errors.
+        where: Location of the first file, for errors.
         groups: Trainable parameters of each group, in the order of the flat vectors.
         module: Tensors of rank 0 by name; under ZeRO-3, the tensors of parameters are empty.
-        common: The rest of the first file, for the common state.
+        common: Other entries of the first file, which belong to the common state.
     """
 
     where: str
@@ -77,12 +77,12 @@ def read_model(
 
     Args:
         checkpoint: The open checkpoint.
-        files: Model files by data-parallel rank; their numbers are their positions.
-        paddings: Numbers of padding elements after each parameter of each group; None if the files have none.
-        tensors: Collected tensors, which get the tensors of the model files.
+        files: Model files by data-parallel rank; a file's number is its position here.
+        paddings: Number of padding elements after each parameter, by group; None if the files have none.
+        tensors: Tensors collected so far; those of the model files are added.
 
     Raises:
-        CorruptCheckpoint: A file isn't as DeepSpeed writes it, or the files contradict each other.
+        CorruptCheckpoint: A file is not as DeepSpeed writes it, or the files contradict each other.
     """
     first = files[0].saved
     modules = [file.saved.member("module") for file in files]
@@ -132,7 +132,7 @@ def _whole(key: str, number: int, tensor: StoredTensor) -> list[Piece]:
 def _compare_replicas(
     files: Sequence[ArchiveFile], modules: Sequence[ValueAt], name: str, tensor: StoredTensor, tensors: Tensors
 ) -> None:
-    """Add the copies of a tensor in the other ranks' files under ZeRO-3; all copies must be equal."""
+    """Add the copies of a tensor in other ranks' files, which only ZeRO-3 stores, to those that loads compare."""
     for file, module in zip(files[1:], modules[1:], strict=True):
         other = module.member(name).value
         if not prod(tensor.shape):
@@ -218,12 +218,12 @@ class Optimizer:
     Attributes:
         is_zero3: True if each parameter is split over the ranks, False if the vector of a whole group is.
         ranks: Number of ranks that saved.
-        paddings: Numbers of padding elements after each parameter of each group; None if the files have none.
-        masters: Flat vectors of masters of each group, by rank.
-        states: States of a group by its number, for each rank.
-        param_groups: Hyperparameters of each rank's param groups; () if the files have none.
-        owners: Numbers of the groups that each param group's parameters are in.
-        steps: Step of each rank, used if the rank's states and hyperparameters have none.
+        paddings: Number of padding elements after each parameter, by group; None if the files have none.
+        masters: For each group, every rank's flat vector of masters.
+        states: For each rank, the states of each group, by the group's number and the state's name.
+        param_groups: For each rank, the hyperparameters of each param group; empty if the files have none.
+        owners: For each param group, the numbers of the groups that contain its parameters.
+        steps: For each rank, the step that applies if the rank's states and hyperparameters have none.
         scaler: State of the loss scaler.
     """
 
@@ -250,11 +250,11 @@ def read_optimizer(checkpoint: Checkpoint, files: Sequence[ArchiveFile], first: 
     Args:
         checkpoint: The open checkpoint.
         files: Optimizer files by rank.
-        first: Number of the first file.
+        first: Number of the first optimizer file among all files of the checkpoint.
         saved_by: Number of ranks according to the model file, used if the optimizer files lack it; 0 if unknown.
 
     Raises:
-        CorruptCheckpoint: A file isn't as DeepSpeed writes it, or files have different groups.
+        CorruptCheckpoint: A file is not as DeepSpeed writes it, or files have different groups.
     """
     inner = [file.saved.member("optimizer_state_dict") for file in files]
     # The keys tell the stages apart, since BF16_Optimizer names none.
@@ -292,7 +292,7 @@ def read_optimizer(checkpoint: Checkpoint, files: Sequence[ArchiveFile], first: 
 
 
 def _ranks(count: ValueAt) -> int:
-    """Return the number of ranks that saved, from a number or from a list of numbers by group."""
+    """Return the number of ranks that saved, given a number or a list with a number for each group."""
     counts = count.items() if isinstance(count.value, (list, tuple)) else [count]
     return max((number.count() for number in counts), default=0)
 

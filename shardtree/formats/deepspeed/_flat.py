@@ -16,7 +16,7 @@ class Vector(NamedTuple):
     """A rank's flat vector.
 
     Attributes:
-        file: Number of the file.
+        file: Number of the rank's file.
         tensor: Stored tensor of one axis.
     """
 
@@ -41,8 +41,8 @@ class Parameter(NamedTuple):
 def group_pieces(key: Key, parameters: Sequence[Parameter], vectors: Sequence[Vector]) -> Iterator[Piece]:
     """Yield the pieces of a group's parameters under ZeRO-1 and 2, where a group's vector is split over the ranks.
 
-    A parameter may lie on several ranks. All padding is at the end; masters lack it and moments have it, so that the
-    lengths are taken from the vectors themselves.
+    A parameter may lie on several ranks. Each rank's range follows from the lengths of the given vectors. Vectors of
+    moments include the padding at the group's end; vectors of masters do not.
 
     Args:
         key: Function from a parameter's name to the state's key.
@@ -91,7 +91,7 @@ def split_pieces(key: Key, parameters: Sequence[Parameter], vectors: Sequence[Ve
 
 
 def split_paddings(parameters: Sequence[Parameter], ranks: int) -> list[list[tuple[int, int]]]:
-    """Return the paddings in each rank's vector under ZeRO-3, as pairs of offset and number of elements.
+    """Return, for each rank, the paddings in its flat vector under ZeRO-3: pairs of offset and number of elements.
 
     Examples:
         >>> split_paddings([Parameter("w", (3, 5)), Parameter("gain", (1,))], 4)

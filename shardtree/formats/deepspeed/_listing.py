@@ -35,7 +35,7 @@ class ZeroFiles:
 
     Attributes:
         folder: Folder of the files, with a slash at its end; empty for the checkpoint's folder itself.
-        models: Model files by data-parallel rank; one for ZeRO-1 and 2.
+        models: Model files by data-parallel rank; a single one for ZeRO-1 and 2.
         optimizers: Optimizer files by data-parallel rank.
     """
 
@@ -45,7 +45,9 @@ class ZeroFiles:
 
 
 def recognize(storage: Storage) -> Fields | None:
-    """Return the fields of metadata.json for a folder that DeepSpeed saved to, or a tag's folder in it; else None.
+    """Return the fields that metadata.json would have for a ZeRO checkpoint; None for any other folder.
+
+    The folder is the one that DeepSpeed saved to, or the folder of a tag in it.
 
     Examples:
         >>> from shardtree.storage import MemoryStorage
@@ -60,7 +62,9 @@ def recognize(storage: Storage) -> Fields | None:
 
 
 def recognize_universal(storage: Storage) -> Fields | None:
-    """Return the fields of metadata.json for a Universal Checkpoint, or a folder whose `latest` names one; else None.
+    """Return the fields that metadata.json would have for a Universal Checkpoint; None for any other folder.
+
+    The folder may also be one whose file `latest` or `latest_universal` names a Universal Checkpoint.
 
     Examples:
         >>> from shardtree.storage import MemoryStorage
@@ -71,7 +75,10 @@ def recognize_universal(storage: Storage) -> Fields | None:
 
 
 def universal_folder(storage: Storage) -> str | None:
-    """Return the folder of a Universal Checkpoint, with a slash at its end; "" for the storage itself; else None."""
+    """Return the folder of a Universal Checkpoint in a storage, with a slash at its end; None if there is none.
+
+    The result is "" if the storage itself is that folder.
+    """
     for latest in (LATEST, LATEST_UNIVERSAL):
         folder = tag_folder(storage, latest)
         if folder is None:
@@ -87,9 +94,9 @@ def _is_model(name: str) -> bool:
 
 
 def tag_folder(storage: Storage, latest: str = LATEST) -> str | None:
-    """Return the folder that `latest` names, with a slash at its end; "" without such a file.
+    """Return the folder that the file `latest` names, with a slash at its end; "" if there is no such file.
 
-    None if the storage is a file, or if `latest` names no folder.
+    The result is None if the storage is a file itself, or if the named folder does not exist.
     """
     if storage.length("") is not None:
         return None
@@ -116,7 +123,8 @@ def zero_files(storage: Storage, folder: str) -> ZeroFiles:
     """Return a checkpoint's files, in the order of data-parallel ranks.
 
     Raises:
-        UnsupportedValue: The save has slices of other parallelism, and its files don't say how to join them.
+        UnsupportedValue: The model is also split by tensor, pipeline or expert parallelism, and no file says how to
+            join the parts.
         CorruptCheckpoint: The folder has files of two saves, or a rank's file is missing.
     """
     names = storage.names(folder.rstrip("/"))

@@ -40,8 +40,9 @@ def read_contents(checkpoint: Checkpoint) -> Contents:
 
     Raises:
         CorruptCheckpoint: A parameter's folder is missing, or a state in it has another shape.
-        UnsupportedValue: The model files are slices of other parallelism and don't say how to join them.
-        UnsafeFile: A file names something that isn't data.
+        UnsupportedValue: The model is also split by tensor, pipeline or expert parallelism, and no file says how to
+            join the parts.
+        UnsafeFile: A file names something that is not data.
     """
     storage = checkpoint.storage
     folder = universal_folder(storage) or ""
@@ -63,7 +64,7 @@ def read_contents(checkpoint: Checkpoint) -> Contents:
 
 
 def _state_files(storage: Storage, folder: str, model: Model) -> dict[str, tuple[Parameter, str]]:
-    """Return the parameter and the state of each file, for the files of all trained parameters."""
+    """Return the parameter and the state's name for each file of a trained parameter's state, by the file's name."""
     files: dict[str, tuple[Parameter, str]] = {}
     missing = list[str]()
     for parameter in model.parameters.values():
@@ -73,7 +74,7 @@ def _state_files(storage: Storage, folder: str, model: Model) -> dict[str, tuple
             missing.append(repr(f"{place}/{MASTER}.pt"))
         files |= {f"{place}/{state}.pt": (parameter, state) for state in states}
     if missing:
-        what = f"open: {storage.where(folder.rstrip('/'))!r} lacks masters of param_shapes in {model.where!r}"
+        what = f"open: {storage.where(folder.rstrip('/'))!r} lacks masters of parameters that {model.where!r} lists"
         raise CorruptCheckpoint(error_text(what, offenders=missing, fix="Copy the whole folder, or convert it again."))
     return files
 
@@ -116,7 +117,7 @@ def _fits(stored_shape: tuple[int, ...], shape: tuple[int, ...]) -> bool:
 
 
 def _shaped(value: StoredTensor, shape: tuple[int, ...]) -> StoredTensor:
-    """Return a stored tensor as a view of a shape with as many elements; the tensor has this shape, or is flat."""
+    """Return a stored tensor in the given shape. It has that shape already, or is flat with as many elements."""
     if value.shape == shape:
         return value
     (step,) = value.stride
@@ -134,7 +135,10 @@ def _inner(optimizer: ValueAt) -> ValueAt:
 
 
 def _add_steps(tensors: Tensors, model: Model, optimizer: ValueAt, groups: list[Mapping[str, Any]], file: int) -> None:
-    """Add the steps without files of their own, as after ZeRO-3: the optimizer's file has a step for each group."""
+    """Add the steps of parameters without a file for it, as after a conversion from ZeRO-3.
+
+    The optimizer's file has a step for each group of parameters.
+    """
     for parameter, step in _steps(model, optimizer, groups):
         key = state_key(STEP, parameter.name)
         if key in tensors.kinds:

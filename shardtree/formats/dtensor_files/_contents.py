@@ -65,9 +65,13 @@ def _entries(file: ArchiveFile) -> Iterator[tuple[str, Any]]:
 def _by_tensor(
     files: Sequence[tuple[int, ArchiveFile]], entries: Entries
 ) -> tuple[dict[str, list[RankPart]], dict[str, Any]]:
-    """Return the ranks' parts of each tensor, and other values, such as extra states, each from the first rank with it.
+    """Return the ranks' parts of each tensor by key, and other values, such as extra states, by key.
 
-    A rank may lack a tensor, for example one of another pipeline stage.
+    A rank may lack a tensor, for example one of another pipeline stage. Of other values, the first rank's is taken.
+
+    Args:
+        files: Number and file of each rank, in order.
+        entries: Function that returns the keys and values of a file.
     """
     parts: dict[str, list[RankPart]] = {}
     others: dict[str, Any] = {}
@@ -89,7 +93,7 @@ def _groups(file: ArchiveFile) -> list[ValueAt]:
 
 
 def _states_of(file: ArchiveFile) -> Iterator[tuple[int | str, str, Any]]:
-    """Yield parameter, name and value of each state; the parameter is a number or a name."""
+    """Yield parameter, name and value of each optimizer state; the parameter is an index or a name."""
     for parameter, states in file.saved.member("state", {}).members(int, str).items():
         for state, member in states.members(str).items():
             yield parameter, state, member.value
@@ -107,7 +111,7 @@ def _states(file: ArchiveFile, names: Mapping[int | str, str], tensors: Tensors)
 def _names(
     checkpoint: Checkpoint, optimizers: Sequence[tuple[int, ArchiveFile]], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[int | str, str]:
-    """Return the parameter names that the caller gave, by index; {} without names.
+    """Return the parameter names that the caller gave, by the parameters' indices in the optimizer; {} without names.
 
     Raises:
         TreeError: There are more or fewer names than parameters, or a state has another shape than its parameter.
@@ -136,7 +140,7 @@ def _names(
         if isinstance(value, StoredDTensor) and index in names and value.shape != shapes.get(names[index])
     ]
     if wrong:
-        fix = "The names are in another order than the optimizer's parameters, or belong to another model."
+        fix = "Pass the names of this model's parameters, in the order in which the optimizer got them."
         raise TreeError(error_text(doing, offenders=wrong, fix=fix))
     return names
 
@@ -154,7 +158,7 @@ def _common(
 
 
 def _objects(extra: Sequence[Any]) -> dict[str, Any]:
-    """Return the random state of each rank, by the unique key of a sharded object; {} if no rank has a state."""
+    """Return each rank's random state as a sharded object, by unique key; {} if no rank has a state."""
     count = len(extra)
     states = [value.get("rng") if isinstance(value, dict) else None for value in extra]
     if all(state is None for state in states):

@@ -24,7 +24,7 @@ class RankFiles:
 
     Attributes:
         world_size: Number of ranks that saved.
-        names: Files of a kind ("model", "optim", "extra_state") in the order of ranks; kinds without files are absent.
+        names: Files by kind ("model", "optim", "extra_state"), in the order of ranks; a kind without files is absent.
     """
 
     world_size: int
@@ -32,7 +32,7 @@ class RankFiles:
 
 
 def recognize(storage: Storage) -> Fields | None:
-    """Return the fields of metadata.json for a folder of ranks' files; None for anything else.
+    """Return the fields that metadata.json would have for a folder of ranks' files; None for anything else.
 
     Examples:
         >>> from shardtree.storage import MemoryStorage
@@ -54,7 +54,7 @@ def rank_files(names: Iterable[str], where: str) -> RankFiles:
 
     Args:
         names: Names of the files in the folder.
-        where: Place of the folder, for errors.
+        where: Location of the folder, for errors.
 
     Raises:
         CorruptCheckpoint: The files have several world sizes, or a rank's file is missing.
@@ -87,6 +87,6 @@ def rank_files(names: Iterable[str], where: str) -> RankFiles:
         raise CorruptCheckpoint(error_text(what, offenders=missing, count=count, fix=fix))
     if beyond:
         what = f"open: {where!r} has files of more ranks than saved"
-        raise CorruptCheckpoint(error_text(what, offenders=beyond, fix=fix))
+        raise CorruptCheckpoint(error_text(what, offenders=beyond, fix="Move the files of other saves away."))
     names_of = {kind: tuple(ranks[rank] for rank in range(size)) for kind, ranks in kinds.items()}
     return RankFiles(size, names_of)

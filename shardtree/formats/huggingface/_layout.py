@@ -1,4 +1,4 @@
-"""The layout of a model's files, known before a byte is written: the safetensors library would write the same one."""
+"""The layout of a model's files, computed before a byte is written; the safetensors library has the same layout."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class ModelFile:
     """A file of a model.
 
     Attributes:
-        header: First bytes of the file.
+        header: Bytes of the file's header, which come first.
         length: Length of the file in bytes, header included.
         bytes_before: Offset of each tensor in the file, in bytes.
     """
@@ -62,17 +62,17 @@ def model_files(
     writers: Mapping[str, int] | None = None,
     texts: Mapping[str, str] = _TORCH,
 ) -> tuple[ModelFile, ...]:
-    """Return the files of a model; a single one without tensors if it has none.
+    """Return the layout of each file of a model. A model without tensors has one file.
 
     Args:
-        kinds: Dtype and shape of each tensor by name, in the order in which files take them.
+        kinds: Dtype and shape of each tensor by name; files are filled in this order.
         max_file_bytes: Upper bound of the bytes of tensors in a file; a single tensor may exceed it.
         header_bytes: Upper bound of the bytes of a header.
-        writers: Rank that writes each tensor, if a file must have one writer; None if ranks may share files.
-        texts: Strings beside the tensors, the same in every file, since a program may open any file alone.
+        writers: Rank that writes each tensor, if only one rank may write a file; None if ranks may share files.
+        texts: Strings by name for the headers, the same in every file, since a program may open any file alone.
 
     Raises:
-        UnsupportedValue: safetensors files don't support a dtype, a packed dtype without an axis, or a name.
+        UnsupportedValue: safetensors files do not support a dtype, a packed dtype without an axis, or a name.
         MetadataError: The strings leave no room for tensors in a header.
 
     Examples:
@@ -87,7 +87,8 @@ def model_files(
     room = header_bytes - sum(_text_bytes(name) + _text_bytes(text) for name, text in texts.items())
     if room < 0:
         what, expected = f"save: strings of {TEXTS!r} are too long", f"at most {header_bytes} bytes, as in a header"
-        raise MetadataError(error_text(what, found=f"{header_bytes - room} bytes", expected=expected))
+        found, fix = f"{header_bytes - room} bytes", "Shorten them, or leave some out of the tree."
+        raise MetadataError(error_text(what, found=found, expected=expected, fix=fix))
     return tuple(_file(names, kinds, texts) for names in _groups(kinds, max_file_bytes, room, writers or {}))
 
 
@@ -146,7 +147,7 @@ _STEP = 4096
 
 
 def shard_pieces(shard: ShardedTensor, begin: int) -> Iterator[tuple[int, Buffer]]:
-    r"""Yield the pieces of a shard that are contiguous in the file, each as its offset in the file and its bytes.
+    r"""Yield a shard's bytes in pieces of at most 1 MB that are contiguous in the file, each after its offset there.
 
     Args:
         shard: Shard with data.
@@ -174,9 +175,9 @@ def shard_pieces(shard: ShardedTensor, begin: int) -> Iterator[tuple[int, Buffer
 
 
 def shard_runs(shard: ShardedTensor) -> Iterator[tuple[int, int]]:
-    """Yield a shard's runs, the contiguous byte ranges that it has in its whole tensor, as offset and length in bytes.
+    """Yield the contiguous byte ranges of a whole tensor that a shard has, each as offset and length in bytes.
 
-    They come in the order of the shard's own bytes.
+    The ranges come in the order of the shard's own bytes.
 
     Examples:
         >>> import torch
@@ -197,7 +198,7 @@ def shard_runs(shard: ShardedTensor) -> Iterator[tuple[int, int]]:
 
 
 def _box_runs(whole: Column, offset: Column, shape: Column, item_size: int) -> Iterator[tuple[int, int]]:
-    """Yield the runs of one box as `shard_runs` does; all three columns have one row."""
+    """Yield the byte ranges of a box as `shard_runs` does; the columns have one row, for this box and its tensor."""
     if not volumes(shape)[0]:
         return
     strides = row_major_strides(whole)[0]

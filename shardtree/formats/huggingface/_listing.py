@@ -33,7 +33,7 @@ _ONE_OF_SEVERAL = re.compile(r"(.*-)?\d+-of-\d+\.safetensors", re.DOTALL)
 
 
 def recognize(storage: Storage) -> Fields | None:
-    """Return the fields of metadata.json for a model's folder or a single safetensors file; None for anything else.
+    """Return the fields that metadata.json would have for a model's folder or a safetensors file; None for others.
 
     Examples:
         >>> from shardtree.storage import MemoryStorage
@@ -46,7 +46,7 @@ def recognize(storage: Storage) -> Fields | None:
 
 
 def is_whole(storage: Storage, name: str) -> bool:
-    """Return whether a file is complete: a safetensors file by the length in its header, an index by being JSON.
+    """Return whether a file is complete: a safetensors file as long as its header says, an index that is JSON.
 
     Raises:
         CorruptCheckpoint: The file is cut off, or is neither a safetensors file nor an index.
@@ -60,10 +60,10 @@ def is_whole(storage: Storage, name: str) -> bool:
 
 
 def find_weights(storage: Storage) -> str | None:
-    """Return the name of the file by which a model is read; None if there is none, or the choice isn't unique.
+    """Return the name of a model's index, or of its single safetensors file; None if there is no clear choice.
 
-    The order is that of transformers: a single file with a usual name, an index with a usual name, the only index, the
-    only safetensors file. One of several files, such as ``model-00001-of-00003.safetensors``, isn't a model by itself.
+    As in transformers, usual names come first, each as a single file and then as an index; then the only index; then
+    the only safetensors file. One of several files, such as ``model-00001-of-00003.safetensors``, is not a model.
 
     Args:
         storage: Storage of a folder, or of a single file, whose name in it is "".
@@ -100,7 +100,7 @@ def file_name(number: int, count: int) -> str:
 
 
 def draft_name(save_id: str, number: int, count: int) -> str:
-    """Return the name that a file has before the commit. No program takes a file of this name for a model's.
+    """Return a file's name before the commit: in a subfolder, so that no program takes the file for a model's.
 
     Examples:
         >>> draft_name("save-1", 0, 3)
@@ -119,7 +119,7 @@ class ModelListing:
 
     Attributes:
         name: Name of the file that lists the others: the index or metadata.json; or the name of the single file.
-        files: Distinct names in the checkpoint's storage.
+        files: Names of the safetensors files in the checkpoint's storage, without duplicates.
         weight_map: File of each tensor; None if all tensors of all files belong to the model.
         total_size: Number of bytes of all tensors, from the index; None if the index lacks it.
     """
@@ -205,7 +205,12 @@ _TIED = re.compile(
 
 
 def are_tied(storage: Storage, keys: Iterable[str], stored_keys: Iterable[str]) -> bool:
-    """Return whether a model's config ties its embeddings, all keys are embeddings, and one embedding is stored.
+    """Return whether missing tensors have the values of a stored one: `keys` are embeddings, which the config ties.
+
+    Args:
+        storage: Storage of the model, with its config.json.
+        keys: Keys of the missing tensors.
+        stored_keys: Keys of the stored tensors, one of which must be an embedding.
 
     Examples:
         >>> from shardtree.storage import MemoryStorage

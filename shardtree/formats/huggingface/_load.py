@@ -1,4 +1,4 @@
-"""Loads of a Hugging Face model by an index of its files' headers, and the check that the format allows."""
+"""Loads of a Hugging Face model through an index made from its files' headers, and verification of its files."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ class WeightFile:
     Attributes:
         name: Name in the checkpoint's storage.
         length: Length in bytes.
-        data_start: Offset in the file that `HeaderEntry.start` is relative to.
+        data_start: Offset of the tensors' bytes in the file, from which `HeaderEntry.start` counts.
         entries: Header entries in the order of their bytes.
-        texts: Strings beside the tensors.
+        texts: Strings in the header, by name.
     """
 
     name: str
@@ -126,10 +126,10 @@ class ModelContents:
     """Contents of a model's files.
 
     Attributes:
-        index: Index of its tensors, each as one chunk.
-        refusals: Reason that a tensor can't be loaded, by key, including tensors that the index lists but no file has.
-        texts: Strings in the headers of all files, joined.
-        needed: Least length of each needed file, by name; 0 for a missing file that the index names.
+        index: Index of the model's tensors, each as one chunk.
+        refusals: Reason that a tensor cannot be loaded, by key, including tensors that the index lists but no file has.
+        texts: Strings in all files' headers, by name; a dict by file where files differ.
+        needed: Least length of each file that a load may need, by name; 0 for a missing file that the index names.
     """
 
     index: Index
@@ -158,8 +158,8 @@ def parse(checkpoint: Checkpoint) -> ModelContents:
 def contents(listing: ModelListing, files: Sequence[WeightFile]) -> ModelContents:
     """Return the contents of a model's files, given their headers.
 
-    A tensor that the index doesn't list isn't part of the model. A listed tensor is missing if its file is missing or
-    lacks it, as for a tied tensor; the others load.
+    A tensor that the index does not list is not part of the model. A listed tensor is missing if its file is missing or
+    lacks it, as for a tied tensor; other tensors can still be loaded.
 
     Raises:
         CorruptCheckpoint: A tensor is in two files, or not in the listed file but in another one; or all are missing.
@@ -192,11 +192,11 @@ def check_numbers(entries: Sequence[HeaderEntry], where: str) -> None:
         CorruptCheckpoint: The headers declare more tensors or axes than any real model has.
     """
     if len(entries) * max((len(entry.shape) for entry in entries), default=0) > _MOST_NUMBERS:
-        raise CorruptCheckpoint(error_text(f"open: {where!r}: more tensors with many axes than any model has"))
+        raise CorruptCheckpoint(error_text(f"open: {where!r} declares more tensors and axes than any model has"))
 
 
 def _rows(listing: ModelListing, files: Sequence[WeightFile]) -> list[tuple[int, HeaderEntry]]:
-    """Return the header entries that belong to the model, each after the number of its file."""
+    """Return the header entries of the model's tensors, as pairs of the file's number and the entry."""
     rows: dict[str, tuple[int, HeaderEntry]] = {}
     for number, file in enumerate(files):
         for entry in file.entries:
@@ -205,7 +205,8 @@ def _rows(listing: ModelListing, files: Sequence[WeightFile]) -> list[tuple[int,
             if entry.name in rows:
                 other = files[rows[entry.name][0]].name
                 what = f"open: tensor {entry.name[:200]!r} is in two files"
-                raise CorruptCheckpoint(error_text(what, found=f"{other!r} and {file.name!r}"))
+                fix = "Files of different saves lie in the folder; fetch the model again."
+                raise CorruptCheckpoint(error_text(what, found=f"{other!r} and {file.name!r}", fix=fix))
             rows[entry.name] = number, entry
     index, there = listing.weight_map or {}, {entry.name for file in files for entry in file.entries}
     wrong = [
@@ -219,7 +220,7 @@ def _rows(listing: ModelListing, files: Sequence[WeightFile]) -> list[tuple[int,
 
 
 def absent(listing: ModelListing, files: Sequence[WeightFile]) -> dict[str, str]:
-    """Return the reasons that tensors of the index are missing, by key."""
+    """Return, by key, why tensors that the index lists are missing: their file is missing, or lacks them."""
     there = {file.name: {entry.name for entry in file.entries} for file in files}
     lacking = {key: file for key, file in (listing.weight_map or {}).items() if key not in there.get(file, ())}
     return {
@@ -276,7 +277,7 @@ def _needed_files(model_contents: ModelContents) -> Mapping[str, int]:
 
 
 def load_common(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the strings in the files' headers, as ``__metadata__``; {} if there are none."""
+    """Return the common state: {"__metadata__": strings in the files' headers}, or {} if there are no strings."""
     texts = read_contents(checkpoint).texts
     return {TEXTS: dict(texts)} if texts else {}
 
@@ -309,7 +310,10 @@ def _unchecked_files(checkpoint: Checkpoint, listing: ModelListing) -> Iterator[
 
 
 def _damage_beside(checkpoint: Checkpoint, listing: ModelListing) -> tuple[Damage, ...]:
-    """Return the damage of the index if metadata.json lists the files: other programs read the model by its index."""
+    """Return the damage of an index beside a metadata.json that lists the files; () if no such index exists.
+
+    Loads do not use that index, but other programs do.
+    """
     # The index is written after metadata.json, which is the commit: a save that was killed in between has none.
     if listing.name != METADATA_FILE or checkpoint.storage.length(INDEX_FILE) is None:
         return ()
@@ -339,7 +343,7 @@ def _keys(listing: ModelListing) -> dict[str, list[str]]:
 
 
 def _contradictions(storage: Storage, listing: ModelListing, files: list[WeightFile]) -> tuple[Damage, ...]:
-    """Return the damage of an index that contradicts sound files."""
+    """Return a `Damage` of the index if it contradicts the files, which are sound; otherwise ()."""
     try:
         contents(listing, files)
     except CheckpointingException as error:

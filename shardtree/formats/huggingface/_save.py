@@ -1,6 +1,6 @@
-"""Saves as a Hugging Face model: all ranks write to the same files, each the runs of its own shards.
+"""Saves as a Hugging Face model: all ranks write to the same files, each rank the byte ranges of its own shards.
 
-The alternatives would be a rank that gathers whole tensors, or files that are written twice.
+Otherwise one rank would have to gather whole tensors, or files would be written twice.
 """
 
 from __future__ import annotations
@@ -57,7 +57,13 @@ from ._texts import TEXTS, header_texts, paths_without_room
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """The files of a model, with the number of each tensor's file, and the rank that writes each file's header."""
+    """The files of a model, and who writes what.
+
+    Attributes:
+        files: Layouts of the files.
+        file_of: Number of each tensor's file, by key.
+        head_writer: Rank that writes each file's header.
+    """
 
     files: tuple[ModelFile, ...]
     file_of: Mapping[str, int]
@@ -66,7 +72,7 @@ class Model:
 
 @dataclass(slots=True, eq=False)
 class ModelSaving:
-    """Plan and progress of a save, kept for the strategy's later functions.
+    """Plan and progress of a save, kept until the save is published or abandoned.
 
     Attributes:
         model: Model that all ranks write.
@@ -101,7 +107,7 @@ def publish(pending: PendingSave, fields: Fields) -> None:
 
 
 def _sync(pending: PendingSave) -> None:
-    """Sync the files' new names, then the removal of the old ones."""
+    """Make renames durable: sync the folder of the new names, then the folder of the old ones."""
     # After a power failure in this order, a file may have both names, but not none.
     if pending.options.durable:
         sync_folder(pending.storage)
@@ -123,7 +129,7 @@ def index_json(files: Sequence[ModelFile]) -> bytes:
 
 
 def check_free(pending: PendingSave, files: Sequence[ModelFile]) -> None:
-    """Raise if existing files have names that the model needs, and belong to no model that `overwrite` replaces.
+    """Raise if the folder already has files with names of the new model's files, from another program or a killed save.
 
     Raises:
         AlreadyACheckpoint: There are such files; the error names them.
@@ -157,13 +163,13 @@ _NATIVE_COMMON = "pass common_strategy=('safetensors', 1), which stores them in 
 
 
 def save_sharded_up_to(max_file_bytes: int) -> Strategy:
-    """Return a function that saves shards as a model, with a limit on the bytes of tensors in a file.
+    """Return a strategy that saves shards as a model, with a limit on the bytes of tensors in a file.
 
     Args:
         max_file_bytes: Upper bound of the bytes of tensors in a file; a file with a single tensor may be larger.
 
     Raises:
-        MetadataError: `max_file_bytes` isn't a positive int.
+        MetadataError: `max_file_bytes` is not a positive int.
 
     Examples:
         >>> import shardtree as st
@@ -192,9 +198,9 @@ def save_sharded(pending: PendingSave, shards: Sequence[ShardedTensor | ShardedO
 
 
 def save_common(pending: PendingSave, common: Any) -> Fields:
-    """Refuse values of a common state that a model's files can't have: all except strings of ``__metadata__``.
+    """Refuse a common state that the model's files cannot hold: they only have room for strings under ``__metadata__``.
 
-    The strings were written with the tensors, in each file's header.
+    Nothing is written, since each file's header already has these strings.
 
     Raises:
         UnsupportedValue: There are other values, which the error names by their paths.
@@ -264,7 +270,7 @@ def _writers(columns: ShardColumns, ranks: int) -> dict[str, int]:
 
 
 def _layout(pending: PendingSave) -> ShardColumns:
-    """Return the shards of all ranks, which tile their tensors."""
+    """Return the shards of all ranks, after checking that they tile their tensors."""
     if pending.layout is None:
         what = "save: ranks write a Hugging Face model's files together, but don't know each other's shards"
         raise StrategyError(error_text(what, fix="Leave validate_access_integrity on."))
@@ -274,7 +280,7 @@ def _layout(pending: PendingSave) -> ShardColumns:
 
 
 def _write(pending: PendingSave, model: Model, shards: Sequence[ShardedTensor]) -> str:
-    """Write this rank's parts, and return a hash of the headers' strings, for the comparison of all ranks' strings."""
+    """Write this rank's parts, and return a hash of its header strings, by which rank 0 compares all ranks' strings."""
     files, rank = model.files, pending.world.rank
     if rank == 0:
         check_free(pending, files)
@@ -294,7 +300,7 @@ def _write(pending: PendingSave, model: Model, shards: Sequence[ShardedTensor]) 
 
 
 def _place(shard: ShardedTensor, file: ModelFile) -> tuple[Any, ...]:
-    """Return the sort key of a file's shards: the place of their first element."""
+    """Return a sort key that puts the shards of a file into the order of their first elements."""
     start = 0 if shard.flattened_range is None else shard.flattened_range.start
     return file.bytes_before[shard.key], shard.global_offset, start
 
@@ -307,7 +313,7 @@ def _parts(file: ModelFile, shards: Sequence[ShardedTensor], *, has_head: bool) 
 
 
 def _check_written(pending: PendingSave, files: Sequence[ModelFile], hashes: Sequence[str]) -> Fields:
-    """Return no fields, after checking that all ranks have the same header strings, and that rank 0 sees the files."""
+    """Check that all ranks have the same header strings, and that rank 0 sees all files; return no metadata fields."""
     others = [f"rank {rank}" for rank, rank_hash in enumerate(hashes) if rank_hash != hashes[0]]
     # Ranks may differ in values that save's `preprocess_common_before_consistancy_check` leaves out.
     if others:

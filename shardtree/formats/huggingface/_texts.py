@@ -1,6 +1,6 @@
-"""Strings beside the tensors of safetensors files, which the common state has under ``__metadata__``.
+"""Strings in the headers of safetensors files, which the common state has under ``__metadata__``.
 
-Programs store values in them that the tensors need, such as the scale of an adapter.
+Programs store values in them that users of the tensors need, such as the scale of an adapter.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _FRAMEWORK, _TORCH = "format", "pt"
 
 
 def joined_texts(texts: Iterable[tuple[str, Mapping[str, str]]]) -> dict[str, str | dict[str, str]]:
-    """Return the strings of all files of a model by name, without the framework's name.
+    """Return the header strings of all files of a model by name, without "format", the name of the framework.
 
-    If files have different strings under a name, the result has a dict by file.
+    Where files have different strings under a name, the value is a dict of strings by file.
 
     Args:
-        texts: Name and strings of each file.
+        texts: Name and header strings of each file.
 
     Examples:
         >>> joined_texts([("a", {"format": "pt", "alpha": "16"}), ("b", {"format": "pt"})])
@@ -44,10 +44,10 @@ def joined_texts(texts: Iterable[tuple[str, Mapping[str, str]]]) -> dict[str, st
 
 
 def header_texts(common: Any) -> dict[str, str]:
-    """Return the strings for each file's header: those of a common state, with "format": "pt" if they lack a "format".
+    """Return the strings for each file's header: those of a common state, and "format": "pt" unless it has a "format".
 
     Args:
-        common: Tree with holes, or None.
+        common: Common state, with a `HOLE` in place of each shard; or None.
 
     Examples:
         >>> header_texts({"__metadata__": {"alpha": "16"}, "step": 7})
@@ -60,7 +60,7 @@ def header_texts(common: Any) -> dict[str, str]:
 
 
 def paths_without_room(common: Any) -> list[TreePath]:
-    """Return the paths of a common state's values that can't be in a header.
+    """Return the paths of a common state's values that headers cannot hold: all but strings under ``__metadata__``.
 
     Examples:
         >>> paths_without_room({"__metadata__": {"alpha": "16", "rank": 8}, "step": 7})
@@ -73,7 +73,7 @@ def paths_without_room(common: Any) -> list[TreePath]:
 
 
 def without_framework(common: Any) -> Any:
-    """Return a common state without the framework's name among its strings, as a load returns it.
+    """Return a common state without the string "format", the framework's name, which a load does not return either.
 
     Examples:
         >>> without_framework({"__metadata__": {"format": "pt", "alpha": "16"}})

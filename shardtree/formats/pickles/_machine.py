@@ -30,7 +30,7 @@ class Constructor:
             file corrupt.
         build: Function that fills the value in place, called at most once with the value and the pickle's state. None
             refuses a state.
-        keys: Function that returns the values that `make` hashes, called with the arguments before `make`.
+        keys: Function from the same arguments to the values that `make` will hash. Their cost is checked first.
 
     Examples:
         >>> from shardtree.formats.pickles import read_pickle
@@ -107,7 +107,7 @@ class _Guard:
         self._collisions = 0
 
     def charge(self, arguments: Iterable[Any]) -> None:
-        """Charge for the arguments of a call; raise ValueError if all calls together copied too much."""
+        """Count the items in a call's arguments; raise ValueError if all calls together may copy too many."""
         left = self._budget - 1
         for value in arguments:
             if type(value) in _SIZED_TYPES:
@@ -140,7 +140,7 @@ class _Guard:
 
 
 def _hashed_size(key: Any, most: int) -> int:
-    """Return the number of nodes of a key; raise ValueError if there are too many, or it is too deep."""
+    """Return the approximate number of values in a key; raise ValueError if over `most`, or the key is too deep."""
     # The nodes are counted by levels: hash() of nested tuples recurses in C without a limit, and overflows the stack.
     size, level = 0, [key]
     for _ in range(DEEPEST):
@@ -229,7 +229,7 @@ def check_bounded(value: Any, length: int, helpers: frozenset[type] = frozenset(
 
 
 def _size(batch: list[Any], kinds: set[type]) -> int:
-    """Return the approximate number of values in a batch and directly inside them."""
+    """Return the approximate number of values in a batch, including the direct members of its containers."""
     containers = {kind for kind in kinds if issubclass(kind, _CONTAINERS)}
     return len(batch) + sum([len(value) for value in batch if type(value) in containers])
 
@@ -240,7 +240,7 @@ def _is_leaf(kind: type) -> bool:
 
 
 def _batch_contents(batch: list[Any], kinds: set[type]) -> list[Any]:
-    """Return the members of the values of a batch, one after the other."""
+    """Return the direct members of all values of a batch, in one list."""
     if kinds <= _PLAIN:
         return gc.get_referents(*batch)  # For these types it returns the same as `contents`, ten times as fast.
     plain = [value for value in batch if type(value) in _PLAIN]
@@ -269,11 +269,11 @@ class Irregular(ValueError):
 
 
 class _Memo(dict[int, Any]):
-    """The memo of a pickle. Values that a `Scan` read aren't in it, but use up numbers.
+    """The memo of a pickle: values by number. Values that a `Scan` read use up numbers, but are kept by the scan.
 
     Attributes:
         taken: Count of the numbers that such values used up.
-        find: Function that returns such a value by its number; raises KeyError if the scan didn't keep it.
+        find: Function that returns such a value by its number; raises KeyError if the scan did not keep it.
     """
 
     __slots__ = ("find", "taken")
@@ -292,7 +292,7 @@ class _Memo(dict[int, Any]):
 class Scan(Protocol):
     """A function that reads the regular, repeating parts of a pickle straight from its bytes, many values at a time.
 
-    It is called after each object that is filled, with the position of the next opcode, and returns the position after
+    It is called each time an object got its state, with the position of the next opcode, and returns the position after
     the values that it read. It pushes a `Run` for them, and adds their memo numbers to `machine.memo.taken`.
     """
 
@@ -375,7 +375,7 @@ class Machine(pickle._Unpickler):
         raise self.unsafe(wrong)
 
     def persistent_load(self, pid: Any) -> Any:
-        """Return the value of a persistent id."""
+        """Return the value of a persistent id; raise UnsafeFile if the caller gave no function for it."""
         if self.find_outside is None:
             raise self.unsafe("refers to something outside of itself")
         return self.find_outside(pid)
@@ -388,6 +388,6 @@ class Machine(pickle._Unpickler):
             return value
 
     def unsafe(self, wrong: str) -> UnsafeFile:
-        """Return the error for a pickle that contains more than data."""
+        """Return the error for a pickle that contains more than data; in its heading, `wrong` follows "it"."""
         place = f"before byte {self.file.tell()}"
         return UnsafeFile(error_text(f"{self.what}: it {wrong}", found=place, fix=self.fix))

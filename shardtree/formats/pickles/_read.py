@@ -36,7 +36,10 @@ def _memoize(machine: Machine) -> None:
 
 
 def _unless_scanned(put: Handler) -> Handler:
-    """Return a handler for an opcode with an explicit memo number; it calls `put`, but refuses if there is a scan."""
+    """Return a handler for an opcode that gives a value's memo number; it calls `put`.
+
+    With a scan, which counts the numbers itself, the handler raises `Irregular` instead.
+    """
 
     def handler(machine: Machine) -> None:
         # The scan counts memo numbers, which is right for pickles that number values consecutively: from protocol 4 on.
@@ -224,15 +227,15 @@ def read_pickle(
         data: Bytes of the pickle.
         classes: `Constructor`, or plain value such as a dtype, by module and qualified name.
         what: Description of the pickle, for errors.
-        persistent_load: Function that returns the value of a persistent id; None refuses pickles that have any.
-        fix: Advice for the error about a name that isn't in `classes`.
-        helpers: Types that `classes` and `persistent_load` return as arguments of constructors; as part of the value
-            they make the file corrupt.
+        persistent_load: Function that returns the value of a persistent id; None to refuse pickles with such ids.
+        fix: Advice for the error about a name that is not in `classes`.
+        helpers: Types, such as a storage, of objects that may be arguments of constructors. The file is corrupt if the
+            value itself contains one.
         scan: Function that reads regular parts of the pickle into columns; the value has a `Run` in place of each part.
 
     Raises:
-        UnsafeFile: The pickle names something that isn't in `classes`, or uses an opcode that could run code.
-        CorruptCheckpoint: The bytes aren't a pickle, end early, make a value that contains itself, or would take too
+        UnsafeFile: The pickle names something that is not in `classes`, or uses an opcode that could run code.
+        CorruptCheckpoint: The bytes are not a pickle, end early, make a value that contains itself, or would take too
             much time or memory.
 
     Examples:

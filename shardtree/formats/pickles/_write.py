@@ -19,7 +19,7 @@ _U32, _U64 = Struct("<I"), Struct("<Q")
 
 @dataclass(frozen=True, slots=True)
 class Global:
-    """The name of a class or function, which needn't exist here.
+    """The name of a class or function, which need not be importable here.
 
     Attributes:
         module: Name of the module.
@@ -89,12 +89,12 @@ class Pairs:
 def write_pickle(value: Any, *, protocol: int = 4) -> bytes:
     r"""Return the pickle of plain values and calls.
 
-    Classes and functions that it names needn't be importable here. Equal strings and names are written once; a
+    Classes and functions that it names need not be importable here. Equal strings and names are written once; a
     container that occurs twice is written twice.
 
     Args:
         value: None, bool, int, float, str, bytes, tuple, list or dict (of exactly these types), `Global`, `Reduced`,
-            `New`, `Persistent` or `Pairs`, in each other, at most 250 deep.
+            `New`, `Persistent` or `Pairs`, nested at most 250 deep.
         protocol: 2 or 4.
 
     Raises:

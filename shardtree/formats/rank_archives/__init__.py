@@ -1,4 +1,4 @@
-"""Formats whose checkpoints are torch.save's files, one for each rank: an index of tensors, and strategy rows."""
+"""Shared parts of formats that store torch.save files, one for each rank: an index of tensors, and strategies."""
 
 from ._contents import Contents, Piece, Tensors, contents_of, piece_columns, piece_of, state_key
 from ._files import ArchiveFile, ValueAt, filled, hyperparameters, is_whole_archive, read_archives

@@ -1,4 +1,4 @@
-"""Contents of a checkpoint of torch.save's files: pieces of tensors as an index, and tensors derived from them."""
+"""Contents of a checkpoint of torch.save files: an index of stored tensors, and tensors computed from them."""
 
 from __future__ import annotations
 
@@ -76,22 +76,23 @@ def piece_of(key: str, file: int, tensor: StoredTensor, offset: tuple[int, ...] 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Contents:
-    """Contents of a checkpoint.
+    """Contents of a checkpoint, known from its files' pickles and directories.
 
     Attributes:
         files: Files, in the order of their numbers in the index.
         checked: The same files, with the CRC32s of their records.
-        stored: Index of the tensors that have bytes of their own.
+        stored: Index of the tensors that have bytes of their own in the files.
         shown: Index of all tensors: stored tensors, derived tensors and numbers.
-        derived: Key of the master, by the key of a weight that is computed by rounding it.
-        numbers: Tensors without axes that files hold as Python numbers.
-        compared: Comparison that shows that a state belongs to its parameter, by the state's key.
-        refused: Reason that a stored tensor can't be loaded, by its key.
-        copies: Copies of each tensor whose copies may differ, by key; they are compared when the tensor is read.
-        objects: Sharded objects by unique key; their tensors aren't filled.
-        common: Common state; its tensors aren't filled.
-        scattered: Boxes that aren't stored in row-major order, by the key of their tensor; in the index, their offsets
-            are beyond the end of their file.
+        derived: Key of a master, by the key of the weight that is computed by rounding the master.
+        numbers: Tensors without axes, made from Python numbers in the files, by key.
+        compared: Keys of master and weight that a load of a state compares, by the state's key.
+        refused: Reason that a stored tensor cannot be loaded, by its key.
+        copies: Copies of tensors that several files have, by key, unless all are known to be equal. They are compared
+            when the tensor is read.
+        objects: Sharded objects by unique key, with a `StoredTensor` in place of each tensor.
+        common: Common state, with a `StoredTensor` in place of each tensor.
+        scattered: Boxes that are not stored in row-major order, by the key of their tensor. The index gives them
+            offsets beyond the end of their file.
         check: Function that is called once before any tensor is read, and raises if a file belongs to another rank;
             None if other comparisons show that.
     """
@@ -113,17 +114,17 @@ class Contents:
 
 @dataclass(slots=True, eq=False)
 class Tensors:
-    """The tensors of a checkpoint, collected file by file.
+    """The tensors of a checkpoint, collected file by file; `contents_of` turns them into `Contents`.
 
     Attributes:
         kinds: Dtype and shape of each tensor that the checkpoint lists, by key.
-        pieces: Pieces of the stored tensors, in any order, none twice.
-        derived: Field of `Contents`.
-        numbers: Field of `Contents`.
-        compared: Field of `Contents`.
-        refused: Field of `Contents`.
-        copies: Field of `Contents`; here it also has tensors whose copies are known to be equal.
-        told: Value of each number and the place of its file, by key.
+        pieces: Pieces of the stored tensors, in any order, without duplicates.
+        derived: Key of a master, by the key of the weight that is computed from it.
+        numbers: Tensors made from Python numbers, by key.
+        compared: Keys of master and weight that a load of a state compares, by the state's key.
+        refused: Reason that a stored tensor cannot be loaded, by its key.
+        copies: Copies of each tensor that several files have, by key, equal ones included.
+        told: Value of each number and the location of its first file, by key.
     """
 
     kinds: dict[str, TensorKind] = field(default_factory=dict)
@@ -136,14 +137,14 @@ class Tensors:
     told: dict[str, tuple[float, str]] = field(default_factory=dict)
 
     def add(self, key: str, dtype: torch.dtype, shape: Sequence[int], pieces: Iterable[Piece] = ()) -> None:
-        """Add a tensor, with the pieces of it that files have."""
+        """Add a tensor and its stored pieces, none for a tensor that is not stored itself."""
         self.kinds[key] = TensorKind(dtype, tuple(shape), 0)
         self.pieces.extend(pieces)
 
     def add_number(self, key: str, value: float, where: str) -> None:
         """Add a Python number of a file as a tensor without axes, such as the `step` of torch's optimizers.
 
-        A further file's number under the same key is a copy of the first one.
+        If another file has a number under the same key, it is added as a copy of the first one.
         """
         first = self.told.setdefault(key, (value, where))
         if first[1] != where:
@@ -168,14 +169,14 @@ class Tensors:
         places: tuple[str, str],
         offset: tuple[int, ...] | None = None,
     ) -> None:
-        """Add another file's copy of a box to each of some tensors; without an offset, the box is the whole tensor.
+        """Add a second file's copy of a value, so that a load compares the two.
 
         Args:
-            keys: Keys of the tensors.
-            one: Value that is loaded.
-            other: Value of the other file; None if it has none.
-            places: Places of the two files, for errors.
-            offset: Offset of the box.
+            keys: Keys of the tensors that have this value.
+            one: Value that is loaded: a tensor, or a box of one.
+            other: Value in the second file; None if it has none.
+            places: Locations of the two files, for errors.
+            offset: Offset of the box in the tensor; None for a whole tensor.
         """
         axes = len(one.shape) if isinstance(one, StoredTensor) else 0
         copy = Copy(one, other, places, (0,) * axes if offset is None else offset, same_by_checksum(one, other))
@@ -197,10 +198,10 @@ def contents_of(
     Args:
         files: Files with the tensors' bytes.
         tensors: Tensors that were collected from the files.
-        common: Common state.
-        objects: Field of `Contents`.
-        check: Field of `Contents`.
-        where: Function from a file's name to its place, for errors.
+        common: Common state, with a `StoredTensor` in place of each tensor.
+        objects: Sharded objects by unique key, with a `StoredTensor` in place of each tensor; None if there are none.
+        check: Function that raises if a file belongs to another rank, called once before any tensor is read; or None.
+        where: Function from a file's name to its location, for errors.
 
     Raises:
         CorruptCheckpoint: Elements of a tensor are in no file, or in two.
@@ -239,7 +240,10 @@ def contents_of(
 
 
 def _behind_ends(files: Sequence[ArchiveFile], pieces: Sequence[Piece]) -> list[Piece]:
-    """Return the pieces with new offsets for scattered ones: beyond the end of their file, one after the other."""
+    """Return the pieces, after replacing the offsets of those that are not stored in row-major order.
+
+    Their new offsets are beyond the end of their file, one piece after the other.
+    """
     ends, placed = [file.length for file in files], list[Piece]()
     for piece in pieces:
         if piece.scattered is None:
@@ -280,7 +284,7 @@ def _index(
 
 
 def piece_columns(kinds: Mapping[str, TensorKind], pieces: Sequence[Piece]) -> ShardColumns:
-    """Return pieces of tensors as columns with one row for each piece; keys are sorted."""
+    """Return pieces of tensors as shard columns, with one row for each piece and keys sorted by name."""
     number = {key: position for position, key in enumerate(sorted(kinds))}
     axes = max((len(kind.global_shape) for kind in kinds.values()), default=0)
     return stored_columns(

@@ -1,4 +1,4 @@
-"""Copies of a tensor in several ranks' files: equal by their checksums, or compared when the tensor is read."""
+"""Copies of a tensor in several ranks' files: equal by their checksums, or else compared when the tensor is read."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Seen:
     Attributes:
         files: True once each file is known to belong to its rank.
         boxes: Boxes of masters that equal their weights after rounding.
-        copies: Reason that a compared tensor's copies differ, by key; empty if they are the same.
+        copies: Message about a compared tensor's copies that differ, by key; "" if all are the same.
     """
 
     __slots__ = ("boxes", "copies", "files")
@@ -41,7 +41,7 @@ class Copy(NamedTuple):
     Attributes:
         one: Value that is loaded.
         other: Value of the other file; None if it has none.
-        places: Places of the two files, for errors.
+        places: Locations of the two files, for errors.
         offset: Offset of the box in the tensor.
         same: True if the values are equal, False if not, None if they must be read to know.
     """
@@ -54,7 +54,7 @@ class Copy(NamedTuple):
 
     @property
     def reason(self) -> str:
-        """Reason for the error that refuses the tensor if its copies differ."""
+        """Message for the error about a tensor whose copies differ."""
         return f"{self.places[1]!r} and {self.places[0]!r} have different copies of it"
 
 
@@ -119,7 +119,7 @@ def _differs(checkpoint: Checkpoint, copy: Copy) -> bool:
 
 
 def differing_among(checkpoint: Checkpoint, copies: AllCopies, keys: Iterable[str]) -> dict[str, str]:
-    """Return the reasons that some tensors' copies differ, by key; each tensor is compared once."""
+    """Return messages about the given tensors whose copies differ, by key. Each tensor is compared only once."""
     reasons = checkpoint.once(Seen).copies
     candidates = dict.fromkeys(key for key in keys if key in copies)
     for key in candidates.keys() - reasons.keys():
@@ -128,7 +128,13 @@ def differing_among(checkpoint: Checkpoint, copies: AllCopies, keys: Iterable[st
 
 
 def resolution(checkpoint: Checkpoint, copies: AllCopies, keys: Set[str]) -> Resolution | None:
-    """Return the comparison of all copies, for ranks to share; None if there is nothing to compare."""
+    """Return the comparison of all copies, divided among the ranks that load; None if there is nothing to compare.
+
+    Args:
+        checkpoint: The open checkpoint.
+        copies: Copies of tensors, by key.
+        keys: Keys that are loaded; without copies of any of them, nothing is compared.
+    """
     if checkpoint.options.verify is None or keys.isdisjoint(copies):
         return None
     unsure = [(key, copy) for key, key_copies in sorted(copies.items()) for copy in key_copies if not copy.same]
@@ -138,7 +144,7 @@ def resolution(checkpoint: Checkpoint, copies: AllCopies, keys: Set[str]) -> Res
 
 
 def _readable(checkpoint: Checkpoint, copies: AllCopies) -> Iterator[Copies]:
-    """Yield each box whose copies may differ, with a function for each copy that reads it."""
+    """Yield the copies of each box: the location of each copy's file, and a function that reads the copy."""
     for key, key_copies in sorted(copies.items()):
         boxes: dict[tuple[int, ...], list[tuple[str, Callable[[], Any]]]] = {}
         for one, other, places, offset, _ in key_copies:
@@ -153,7 +159,7 @@ def _read(checkpoint: Checkpoint, value: Stored | None) -> Any:
 
 
 def _differing(checkpoint: Checkpoint, copies: Sequence[Copy], share: int, shares: int) -> list[int]:
-    """Compare one share of the copies, and return the positions of those that differ."""
+    """Compare the copies in share number `share` of `shares`, and return the positions of those that differ."""
     total = sum(_nbytes(copy.one) for copy in copies)
     numbers, before = [], 0
     for number, copy in enumerate(copies):

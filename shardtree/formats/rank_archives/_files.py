@@ -27,13 +27,13 @@ from ..archives import Record, StoredTensor, archive_records, describe_archive, 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ValueAt:
-    """A value in a file, and its place. Each method returns it as the type that it must have.
+    """A value in a file, and where it was found. Each method returns the value as one type.
 
-    The methods raise CorruptCheckpoint if it has another type.
+    The methods raise CorruptCheckpoint if the value has another type.
 
     Attributes:
         value: Value of any type.
-        file: Place of the file, for errors.
+        file: Location of the file, for errors.
         path: Path of the value in the saved tree.
 
     Examples:
@@ -42,7 +42,7 @@ class ValueAt:
         ...
         shardtree.errors.CorruptCheckpoint: open: 'optim.pt' doesn't have the content of its format
           found saved['groups'][0]['lr'] is 'high', a str, expected an int or a float
-          It was damaged, or made by another program.
+          It was damaged, or made by another program; load another checkpoint.
     """
 
     value: Any
@@ -76,7 +76,7 @@ class ValueAt:
         return [ValueAt(item, self.file, (*self.path, at)) for at, item in enumerate(self.of(list, tuple))]
 
     def member(self, name: str, default: Any = None) -> ValueAt:
-        """Return a dict's value under a name; the default if that is missing or None."""
+        """Return a dict's value under a name; `default` in place of a missing value or None."""
         value = self.of(dict).get(name)
         return ValueAt(default if value is None else value, self.file, (*self.path, name))
 
@@ -93,7 +93,7 @@ class ValueAt:
     def _wrong(self, expected: str) -> CorruptCheckpoint:
         what = f"open: {self.file!r} doesn't have the content of its format"
         found = f"{render_path(self.path, 'saved')} is {_shown(self.value)}"
-        fix = "It was damaged, or made by another program."
+        fix = "It was damaged, or made by another program; load another checkpoint."
         return CorruptCheckpoint(error_text(what, found=found, expected=expected, fix=fix))
 
 
@@ -123,7 +123,7 @@ class ArchiveFile:
 
     Attributes:
         name: Name in the checkpoint's storage.
-        where: Place of the file, for errors.
+        where: Location of the file, for errors.
         length: Length in bytes.
         value: Saved value, with `StoredTensor` and `StoredDTensor` in place of tensors.
         records: Records of the zip, in the order of their bytes.
@@ -149,11 +149,11 @@ def read_archives(checkpoint: Checkpoint, names: Sequence[str], classes: Classes
     Args:
         checkpoint: The open checkpoint.
         names: Names of the files.
-        classes: Names that the format's pickles may contain beside tensors and plain data.
+        classes: Constructors or values for further names in the format's pickles, by module and qualified name.
 
     Raises:
-        CorruptCheckpoint: A file is missing, isn't torch.save's, or is named twice.
-        UnsafeFile: A file names something that isn't data.
+        CorruptCheckpoint: A file is missing, is not torch.save's, or is named twice.
+        UnsafeFile: A file names something that is not data.
     """
     same = Counter("/".join(PurePosixPath(name).parts) for name in names)
     if twice := [repr(name) for name, count in same.items() if count > 1]:
@@ -165,7 +165,7 @@ def read_archives(checkpoint: Checkpoint, names: Sequence[str], classes: Classes
         where, types = checkpoint.storage.where(name), checkpoint.options.types
         length = checkpoint.storage.length(name)
         if length is None:
-            fix = "Copy it to the others, or load another checkpoint."
+            fix = "Copy it beside the other files, or load another checkpoint."
             raise CorruptCheckpoint(error_text(f"open: {where!r} is missing", fix=fix))
         with opened(checkpoint.storage, name, length) as reader:
             what = f"open: {where!r}"
@@ -201,7 +201,7 @@ def filled(checkpoint: Checkpoint, value: Any) -> Any:
 
 
 def hyperparameters(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return an optimizer's param groups without "params": its numbers of parameters differ between optimizers."""
+    """Return an optimizer's param groups without "params", whose indices mean other parameters in another optimizer."""
     return [{name: value for name, value in group.items() if name != "params"} for group in groups]
 
 

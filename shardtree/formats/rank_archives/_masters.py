@@ -1,4 +1,4 @@
-"""Comparison of masters with their weights, piece by piece: it shows that a state belongs to its parameter."""
+"""Comparison of masters with the model's weights, piece by piece: it shows that states belong to their parameters."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ Read = Callable[[Sequence[ShardedTensor]], ReadReport]
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Evidence that a state's bytes belong to its parameter.
+    """Two tensors to compare: if they are equal, an optimizer state's bytes belong to its parameter.
 
     Attributes:
-        master: Key of the parameter's master, whose bytes lie in the same files as the state's.
-        weight: Key of the parameter, which equals its master after rounding.
+        master: Key of the parameter's master, whose bytes are in the same files as the state's.
+        weight: Key of the parameter, which must equal its master after rounding.
     """
 
     master: str
@@ -38,8 +38,8 @@ def first_difference(
 
     Args:
         read: Function that reads stored tensors.
-        pair: The master and the weight.
-        box: Part of the tensor to compare, as a shard of either.
+        pair: Keys of the master and the weight.
+        box: Part to compare, as a shard of the master or the weight.
         dtype: Dtype of the weight.
 
     Returns:
@@ -57,7 +57,7 @@ def first_difference(
 
 
 def _first_unlike(master: torch.Tensor, weight: torch.Tensor) -> int | None:
-    """Return the number of the first element at which a master, after rounding, isn't the weight; None if equal."""
+    """Return the flat index of the first element at which a master, once rounded, differs from its weight, or None."""
     if master.dtype == weight.dtype:  # Nothing was rounded, so that the bits are compared.
         item = master.element_size()
         unlike = (row_major_bits(master) != row_major_bits(weight)).view(-1, item).any(dim=1)
@@ -84,7 +84,7 @@ def memory_of(shard: ShardedTensor, dtype: torch.dtype = torch.float32) -> torch
 def pieces_of(shard: ShardedTensor) -> Iterator[ShardedTensor]:
     """Yield the pieces of a shard, of a few million elements each, whose data are contiguous views of its data.
 
-    A padded tensor's shard stays one piece.
+    A shard with `allow_shape_mismatch` stays one piece.
     """
     if shard.allow_shape_mismatch or prod(shard.data_shape) <= _PIECE_ELEMENTS:
         yield shard

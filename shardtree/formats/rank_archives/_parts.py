@@ -1,4 +1,4 @@
-"""Parts of tensors in the ranks' files: the box of each by its mesh position, and parts that are copies."""
+"""Tensors with parts in several ranks' files: a part's box follows from the mesh position; equal boxes are copies."""
 
 from __future__ import annotations
 
@@ -16,9 +16,14 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def chunk(length: int, pieces: int, number: int) -> tuple[int, int]:
-    """Return offset and length of a piece of an interval that is cut as torch.chunk cuts.
+    """Return the offset and the length of one piece of an axis that is cut as torch.chunk cuts it.
 
-    Each piece has ceil(length / pieces) elements while there are enough; the next has the rest, later ones none.
+    Every piece has ceil(length / pieces) elements until fewer are left; the next piece has these, later pieces none.
+
+    Args:
+        length: Length of the axis.
+        pieces: Number of pieces.
+        number: Number of the piece, from 0.
 
     Examples:
         >>> [chunk(10, 4, number) for number in range(4)], [chunk(3, 4, number)[1] for number in range(4)]
@@ -30,14 +35,14 @@ def chunk(length: int, pieces: int, number: int) -> tuple[int, int]:
 
 
 def placed_box(shape: tuple[int, ...], parts: DTensorParts) -> Box:
-    """Return the box that a rank holds.
+    """Return the box of a DTensor that a rank holds.
 
     Args:
         shape: Shape of the global tensor.
         parts: Placements of the tensor, and the rank's mesh position.
 
     Raises:
-        ValueError: The rank holds terms of a sum, or the placements contradict each other or the shape.
+        ValueError: A placement is Partial, or the placements contradict each other or the shape.
 
     Examples:
         >>> from shardtree.formats.archives import Placement
@@ -56,7 +61,7 @@ def placed_box(shape: tuple[int, ...], parts: DTensorParts) -> Box:
 
 
 def _in_order(parts: DTensorParts, axes: int) -> list[int]:
-    """Return the axes of the mesh that shard the tensor, in the order of their cuts."""
+    """Return the mesh axes that shard a tensor with `axes` axes, in the order in which they cut it."""
     cuts = [axis for axis, placement in enumerate(parts.placements) if placement.kind in ("shard", "strided")]
     for axis, placement in enumerate(parts.placements):
         if placement.kind == "partial":
@@ -97,7 +102,15 @@ def check_rank(file: ArchiveFile, rank: int, key: str, tensor: StoredTensor | St
 def place_parts(
     checkpoint: Checkpoint, key: str, ranks: Sequence[RankPart], tensors: Tensors, files: Sequence[ArchiveFile]
 ) -> None:
-    """Add a tensor to `tensors`, with the parts of all ranks, or with the reason that it can't be read."""
+    """Add a tensor whose parts lie in ranks' files; if it cannot be read, add the reason.
+
+    Args:
+        checkpoint: The open checkpoint.
+        key: Key of the tensor.
+        ranks: File number and part of each rank that has a part.
+        tensors: Tensors of the checkpoint, collected so far; changed in place.
+        files: Files of the checkpoint, by number.
+    """
     tensors.add(key, local_part(ranks[0][1]).dtype, ranks[0][1].shape)
     reason = _place(checkpoint, key, ranks, tensors, files)
     if reason:
@@ -107,7 +120,11 @@ def place_parts(
 def _place(
     checkpoint: Checkpoint, key: str, ranks: Sequence[RankPart], tensors: Tensors, files: Sequence[ArchiveFile]
 ) -> str:
-    """Add the pieces of a tensor, one for each box, and return the reason that it can't be read, or ""."""
+    """Add each distinct box of a tensor as a piece, and further parts with the same box as its copies.
+
+    Returns:
+        Reason that the tensor cannot be read; empty if it can.
+    """
     boxes: dict[Box, RankPart] = {}
     reason, first = "", ranks[0][1]
     first_where = checkpoint.storage.where(files[ranks[0][0]].name)
@@ -133,7 +150,11 @@ def _place(
 
 
 def _box(tensor: StoredTensor | StoredDTensor) -> Box:
-    """Return the box that a rank holds; raise ValueError if its placements give another shape than its part has."""
+    """Return the box of a rank's part: by its placements for a DTensor, else the whole tensor.
+
+    Raises:
+        ValueError: The part's shape differs from the box, or the placements are invalid.
+    """
     local = local_part(tensor)
     whole = (0,) * len(tensor.shape), tensor.shape
     box = placed_box(tensor.shape, tensor.parts) if isinstance(tensor, StoredDTensor) else whole

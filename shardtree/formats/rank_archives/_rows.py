@@ -1,6 +1,7 @@
-"""Strategy rows of formats whose checkpoints are torch.save's files: loads, metadata, verify.
+"""Strategies of formats whose checkpoints are files of torch.save: loads, metadata, verification.
 
-Stored pieces are read, derived weights are rounded from masters, and masters are compared with weights.
+Stored tensors are read. Weights that are not stored are rounded from their float32 masters; where both are stored, they
+are compared.
 """
 
 from __future__ import annotations
@@ -97,13 +98,13 @@ def _check_loadable(checkpoint: Checkpoint, contents: Contents, shards: Sequence
 
 
 def _refused_among(checkpoint: Checkpoint, contents: Contents, keys: Iterable[str], *, reads: bool) -> dict[str, str]:
-    """Return why some of the tensors can't be loaded, by key; tensors that can be loaded are left out.
+    """Return the reasons that tensors cannot be loaded, by key; loadable tensors are left out.
 
     Args:
-        checkpoint: The open checkpoint; with ``verify=None`` copies aren't compared.
+        checkpoint: The open checkpoint; with ``verify=None``, copies of a tensor in several files are not compared.
         contents: Contents of the checkpoint.
         keys: Keys of the tensors.
-        reads: True if copies are read and compared when checksums don't tell whether they are equal.
+        reads: True to read and compare the copies whose checksums do not tell whether they are equal.
     """
     unique_keys = dict.fromkeys(keys)
     refused = {key: contents.refused[key] for key in unique_keys if key in contents.refused}
@@ -124,7 +125,7 @@ def _read(checkpoint: Checkpoint, contents: Contents, shards: Sequence[ShardedTe
 
 
 def _compute(checkpoint: Checkpoint, contents: Contents, shard: ShardedTensor) -> ReadReport:
-    """Fill a shard that has no bytes of its own: a number, or a weight that is rounded from its master."""
+    """Fill a shard whose tensor is stored as a Python number, or is a weight that is rounded from its master."""
     if shard.key in contents.numbers:
         shard.data.copy_(contents.numbers[shard.key])
         return ReadReport()
@@ -140,10 +141,10 @@ def _compute(checkpoint: Checkpoint, contents: Contents, shard: ShardedTensor) -
 
 
 def _compare(checkpoint: Checkpoint, contents: Contents, shard: ShardedTensor) -> ReadReport:
-    """Raise unless a state's master, after rounding, equals the weight over the same box; each box is compared once.
+    """Raise if a parameter's rounded master differs from its weight over the box of an optimizer state's shard.
 
-    A rank's masters and moments lie in one file, and the weights in another. So masters that differ from the weights
-    show that a file was copied or exchanged.
+    Each box is compared once. A rank's masters and moments lie in one file, and the weights in another. A difference
+    therefore shows that a file was copied or exchanged.
     """
     pair = contents.compared.get(shard.key)
     box = (pair, shard.global_offset, shard.local_shape, str(shard.flattened_range))
@@ -184,7 +185,7 @@ def _not_its_own(
 
 
 def _compare_all(checkpoint: Checkpoint, contents: Contents) -> Iterator[CorruptCheckpoint]:
-    """Yield an error for each parameter whose master isn't its weight, and for a file that belongs to another rank."""
+    """Yield an error for each parameter whose rounded master differs from its weight, and for another rank's file."""
     try:
         _check_files(checkpoint, contents)
     except CorruptCheckpoint as error:
@@ -199,7 +200,7 @@ def _compare_all(checkpoint: Checkpoint, contents: Contents) -> Iterator[Corrupt
 
 
 def load_metadata(checkpoint: Checkpoint, contents: Contents) -> IndexMetadata:
-    """Return every stored tensor by key, and every object by unique key, whole and without data."""
+    """Return a description, without data, of every whole tensor by key and of every object by unique key."""
     return IndexMetadata(
         contents.shown,
         refused=lambda shards: _refused_among(checkpoint, contents, [shard.key for shard in shards], reads=False),
@@ -209,7 +210,14 @@ def load_metadata(checkpoint: Checkpoint, contents: Contents) -> IndexMetadata:
 
 
 def _cost(checkpoint: Checkpoint, contents: Contents, shards: Sequence[ShardedTensor], shown: LoadPlan) -> ReadCost:
-    """Return the cost of loading shards, without the comparison of masters with weights."""
+    """Return the cost of loading shards, without the comparison of masters with weights.
+
+    Args:
+        checkpoint: The open checkpoint.
+        contents: Contents of the checkpoint.
+        shards: Shards to load.
+        shown: Plan that was made from the index of all tensors; unused.
+    """
     # In the shown index, rows of derived tensors have the masters' bytes under another dtype, so a new plan is made.
     sources = [_as_read(contents, shard) for shard in shards if shard.key not in contents.numbers]
     columns = shard_columns(sources)
@@ -221,7 +229,10 @@ def _cost(checkpoint: Checkpoint, contents: Contents, shards: Sequence[ShardedTe
 
 
 def _as_read(contents: Contents, shard: ShardedTensor) -> ShardedTensor:
-    """Return a shard without data, whose key and dtype are those of the stored tensor that is read for it."""
+    """Return the stored shard that is read for a shard, without data.
+
+    For a weight that is rounded from its master, this is the master's shard; otherwise it is the shard itself.
+    """
     key = contents.derived.get(shard.key, shard.key)
     return replace(shard, key=key, dtype=_stored_kind(contents, key).dtype, data=None)
 
@@ -231,7 +242,9 @@ ReadContents = Callable[[Checkpoint], Contents]
 
 
 def rows_from_contents(read_contents: ReadContents) -> tuple[Strategy, ...]:
-    """Return a format's functions: load_common, load_sharded, load_objects, load_metadata, verify and resolve.
+    """Return a format's strategies, which all work on the contents of a checkpoint.
+
+    They are load_common, load_sharded, load_objects, load_metadata, verify and resolve, in this order.
 
     Args:
         read_contents: Function that lists the contents of a checkpoint; called once for an open checkpoint.
@@ -255,11 +268,11 @@ def rows_from_contents(read_contents: ReadContents) -> tuple[Strategy, ...]:
         return [filled(checkpoint, stored_objects[key]) for key in unique_keys]
 
     def metadata(checkpoint: Checkpoint) -> Mapping[str, ShardedTensor | ShardedObject]:
-        """Return every stored tensor by key, and every object by unique key, whole and without data."""
+        """Return a description, without data, of every whole tensor by key and of every object by unique key."""
         return load_metadata(checkpoint, contents(checkpoint))
 
     def verify(checkpoint: Checkpoint) -> tuple[Finding, ...]:
-        """Return the records that aren't as they were saved, and the parameters whose masters aren't their weights."""
+        """Return damaged records, checksum coverage, masters that differ from their weights, and unreadable tensors."""
         try:
             content = contents(checkpoint)
         except CheckpointingException as error:
@@ -267,7 +280,7 @@ def rows_from_contents(read_contents: ReadContents) -> tuple[Strategy, ...]:
         return tuple(_verified(checkpoint, content))
 
     def resolve(checkpoint: Checkpoint, keys: Set[str], listed: bool) -> Resolution | None:
-        """Return the comparison of copies, for ranks to share; None if there is nothing to compare."""
+        """Return a comparison of tensors' copies that ranks share; None if the keys have no copies to compare."""
         return resolution(checkpoint, contents(checkpoint).copies, keys)
 
     return load_common, load, load_objects, metadata, verify, resolve

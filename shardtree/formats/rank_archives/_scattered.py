@@ -1,6 +1,7 @@
 """Tensors that aren't stored in row-major order: channels_last, transposed, expanded, conjugated lazily.
 
-In the index, their offsets are beyond the end of their file. They are read box by box, by their strides.
+They are read box by box, by their strides. The index gives such boxes offsets beyond the end of their file, by which
+`in_order` recognises them in a plan.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ from ._files import opened_at
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scattered:
-    """A box of a tensor that a file doesn't have in row-major order.
+    """A box of a tensor that a file stores in another order than row-major.
 
     Attributes:
         offset: Offset of the box in the tensor.
-        tensor: Stored tensor of the box.
+        tensor: The box as a stored tensor, with its strides in the file.
     """
 
     offset: tuple[int, ...]
@@ -51,7 +52,10 @@ _MOST_EXPANDED_BYTES = 32 * 1024 * 1024
 
 
 def too_large(pieces: Sequence[tuple[str, StoredTensor]], nbytes: int) -> dict[str, str]:
-    """Return why expanded tensors can't be read, by key: a tensor is refused if the total up to it exceeds a bound.
+    """Return the reasons that expanded tensors are refused, by key.
+
+    An expanded tensor (stride 0) has more elements than are stored. Tensors are refused once the bytes that expansion
+    adds, summed over the pieces so far, exceed `nbytes` plus 32 MiB.
 
     Args:
         pieces: Key and stored tensor of each scattered piece.
@@ -67,10 +71,10 @@ def too_large(pieces: Sequence[tuple[str, StoredTensor]], nbytes: int) -> dict[s
 
 
 def in_order(plan: LoadPlan, lengths: Sequence[int]) -> LoadPlan:
-    """Return a plan without the rows of scattered boxes: only row-major pieces are left.
+    """Return a plan without the reads of scattered boxes; reads of row-major boxes remain.
 
     Args:
-        plan: Plan by an index, which gives scattered boxes offsets beyond the end of their file.
+        plan: Plan from an index that gives scattered boxes offsets beyond the end of their file.
         lengths: Lengths of the files, in bytes.
     """
     ends = np.array(lengths, dtype=np.int64)
@@ -112,7 +116,7 @@ Place = tuple[tuple[int, ...], tuple[int, ...], int]
 
 
 def _parts(scattered: Sequence[Scattered], shard: ShardedTensor) -> Iterator[tuple[Place, StoredTensor]]:
-    """Yield each intersection of a shard with a scattered box: a view of the shard's memory, and its stored tensor."""
+    """Yield, for each scattered box that intersects a shard, a view of the shard's memory and the stored part."""
     if not scattered:
         return
     columns = shard_columns([shard])
@@ -139,7 +143,7 @@ def check_record(reader: Reader, tensor: StoredTensor, verify: Verify, where: st
         reader: Reader of the tensor's file.
         tensor: Tensor, or the box of it that is read.
         verify: Option of the load: "whole" compares records that are read whole, "all" compares every record.
-        where: Place of the file, for errors.
+        where: Path or URL of the file, for errors.
 
     Raises:
         CorruptCheckpoint: The checksum differs.

@@ -35,14 +35,14 @@ PathAt = tuple[str, str]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Listing:
-    """Listing of a folder, from the names of its files and its metadata.pkl.
+    """Files and tensors of a folder, according to its file names and its metadata.pkl.
 
     Attributes:
         files: Name of each item's file, by item and rank.
-        boxes: Descriptions in metadata.pkl of plain tensors that are parts of a global tensor, by item and path, then
-            by rank. A description has the global shape, and for each box its offset in the global tensor, its offset
-            in the rank's tensor, and its shape.
-        described: Ranks whose files must have a tensor according to metadata.pkl, by item and path.
+        boxes: Descriptions of plain tensors that are parts of a global tensor, by item and path, then by rank. Each
+            description, from metadata.pkl, has the global shape. It lists the boxes in the rank's tensor: their offsets
+            in the global tensor, their offsets in the rank's tensor, and their shapes.
+        described: Ranks whose files must contain a tensor according to metadata.pkl, by the tensor's item and path.
     """
 
     files: Mapping[str, Mapping[int, str]]
@@ -125,7 +125,11 @@ def _file(item: str, rank: int, layout: ValueAt) -> str:
 
 
 def _boxes(groups: ValueAt) -> dict[int, ValueAt]:
-    """Return the descriptions of a tensor by rank; {} for a DTensor, which needs none."""
+    """Return metadata.pkl's descriptions of a plain tensor's boxes, by rank; {} for a DTensor, which has placements.
+
+    Args:
+        groups: Entries of metadata.pkl for the tensor. Each has some ranks, and how they shard the tensor.
+    """
     boxes: dict[int, ValueAt] = {}
     for group in groups.items():
         sharding = group.member("sharding_metadata")
@@ -135,7 +139,11 @@ def _boxes(groups: ValueAt) -> dict[int, ValueAt]:
 
 
 def _ranks(groups: ValueAt) -> frozenset[int]:
-    """Return the ranks whose files must have a tensor, according to metadata.pkl; of replicas, only the first rank."""
+    """Return the ranks whose files must contain a tensor; of ranks with replicas, only the first must.
+
+    Args:
+        groups: Entries of metadata.pkl for the tensor. Each has some ranks, and how they shard the tensor.
+    """
     holders = set[int]()
     for group in groups.items():
         ranks = {rank.count() for rank in group.member("ranks").items()}
@@ -144,7 +152,7 @@ def _ranks(groups: ValueAt) -> frozenset[int]:
 
 
 def _is_replicated(sharding: ValueAt) -> bool:
-    """Return whether a tensor is described as a replica on each rank."""
+    """Return whether metadata.pkl describes a tensor as a DTensor that is replicated along all mesh axes."""
     # A plain tensor is described so by the first rank for all; with pipeline parallelism, other ranks may lack it.
     if sharding.member("type").of(str) != "DTensorShardingMetadata":
         return False
@@ -195,11 +203,11 @@ def read_contents(checkpoint: Checkpoint) -> Contents:
 def _by_path(
     item: str, files: Sequence[tuple[int, int, ArchiveFile]]
 ) -> tuple[dict[TreePath, list[RankPart]], dict[int, Any]]:
-    """Return the ranks' parts of each tensor of an item, and each rank's other values.
+    """Return the ranks' parts of an item's tensors, by path, and the rest of the item without tensors, by rank.
 
     Args:
         item: Name of the item, for errors.
-        files: Rank, number and content of each file.
+        files: Rank, file number and file of each rank that has the item.
     """
     by_path: dict[TreePath, list[RankPart]] = {}
     others: dict[int, Any] = {}
@@ -213,7 +221,13 @@ def _by_path(
 
 
 def _check_described(storage: Storage, listing: Listing, holders: Mapping[PathAt, Set[int]]) -> None:
-    """Raise if a file lacks a tensor that metadata.pkl describes: nothing else would show that it is missing."""
+    """Raise if a rank's file lacks a tensor that metadata.pkl describes; no other check would find this.
+
+    Args:
+        storage: Storage of the folder.
+        listing: Listing of the folder.
+        holders: Ranks whose files contain a tensor, by the tensor's item and path.
+    """
     wrong = []
     for (item, path), ranks in listing.described.items():
         there = holders.get((item, path), frozenset())
@@ -236,7 +250,10 @@ def _tensors(value: Any, path: TreePath) -> Iterator[tuple[TreePath, StoredTenso
 
 
 def _without_tensors(value: Any) -> Any:
-    """Return a value without its tensors: lists and tuples get holes, dicts lose entries; a hole if nothing is left."""
+    """Return a value without its tensors, or a hole if nothing is left.
+
+    Holes take the tensors' positions in lists and tuples; dicts lose the entries.
+    """
     if isinstance(value, (StoredTensor, StoredDTensor)):
         return HOLE
     if isinstance(value, dict):
@@ -269,7 +286,15 @@ def _refuse_hidden(value: Any, where: str) -> None:
 def _place_boxes(
     key: str, parts: Sequence[RankPart], boxes: Mapping[int, ValueAt], tensors: Tensors, files: Sequence[ArchiveFile]
 ) -> None:
-    """Add a tensor whose boxes metadata.pkl describes, or the reason that it can't be read."""
+    """Add a tensor whose boxes metadata.pkl describes; if it cannot be read, add the reason.
+
+    Args:
+        key: Key of the tensor.
+        parts: Rank, file number and stored tensor of each part.
+        boxes: Description of the boxes in a rank's part, by rank, from metadata.pkl.
+        tensors: Tensors of the checkpoint, collected so far; changed in place.
+        files: Files of the checkpoint, by number.
+    """
     whole, dtype = next(iter(boxes.values())).member("global_shape").shape(), local_part(parts[0][2]).dtype
     tensors.add(key, dtype, whole)
     places = dict[tuple[tuple[int, ...], ...], tuple[int, StoredTensor]]()

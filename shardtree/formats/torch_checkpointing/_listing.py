@@ -1,4 +1,4 @@
-"""Files of torch_checkpointing's items in a folder, by their names."""
+"""Recognition of torch_checkpointing's folders, and of each file's item and rank, by file names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NAME = re.compile(r"(.+)_(0|[1-9]\d{0,8})\.pt", re.DOTALL)
 
 
 def recognize(storage: Storage) -> Fields | None:
-    """Return the fields of metadata.json for a folder of items' files; None for anything else.
+    """Return the fields of metadata.json for a folder of torch_checkpointing; None for anything else.
 
     Examples:
         >>> from shardtree.storage import MemoryStorage
@@ -33,7 +33,7 @@ def recognize(storage: Storage) -> Fields | None:
 
 
 def by_item(names: Iterable[str]) -> dict[str, dict[int, str]]:
-    """Return the files with names of items, by item and rank.
+    """Return the file names of the form <item>_<rank>.pt, by item and rank; other names are left out.
 
     Examples:
         >>> by_item(["model_0.pt", "model_1.pt", "lr_scheduler_0.pt", "notes.txt"])

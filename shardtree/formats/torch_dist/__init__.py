@@ -14,6 +14,6 @@ def recognize(storage: Storage) -> Fields | None:
 
 
 def is_whole(storage: Storage, name: str) -> bool:
-    """Return whether a file ends with the last opcode of a pickle."""
+    """Return whether a pickle was written to its end: its last byte must be the opcode STOP."""
     with storage.open(name) as reader:
         return bytes(reader.read(max(0, reader.length - 1), reader.length)) == pickle.STOP

@@ -45,16 +45,16 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Consecutive parameters of a model-parallel rank, in the reverse order of its modules.
+    """Consecutive parameters of a model-parallel rank, in the reverse order of the model's modules.
 
     Attributes:
         name: Key of the bucket's states without the last part, which names the state.
         group: Name of the model-parallel rank that the bucket belongs to.
-        buffer: Number and dtype of the buffer that the bucket is part of.
+        buffer: Number of the buffer that contains the bucket, and its parameters' dtype by torch's name.
         number: Number of the bucket in its buffer.
         dtype: Dtype of the parameters, by torch's name.
         states: Name and dtype of each stored state, masters and moments; ascending.
-        edges: Offsets of stored chunks, and the bucket's length; ascending.
+        edges: Offsets of stored chunks in the bucket, and the bucket's length; ascending.
     """
 
     name: str
@@ -87,7 +87,7 @@ Candidate = tuple[BucketPiece, ...]
 
 
 def is_bucket(key: str) -> bool:
-    """Return whether a key belongs to a state of a bucket.
+    """Return whether a key is that of a bucket's state.
 
     Examples:
         >>> group = "optimizer.distributed.dp_group_idx_0"
@@ -103,7 +103,7 @@ def is_bucket_size(unique_key: str) -> bool:
 
 
 def is_groups(unique_key: str) -> bool:
-    """Return whether an object holds a model-parallel rank's groups of parameters."""
+    """Return whether an object holds the optimizer's param groups of a model-parallel rank."""
     return _GROUPS.fullmatch(unique_key) is not None
 
 
@@ -147,7 +147,7 @@ def _place(bucket: Bucket) -> tuple[str, tuple[int, str], int]:
 
 
 def pieces_of(tensors: Mapping[str, TensorEntry]) -> dict[str, list[BucketPiece]]:
-    """Return the pieces that may be parameters, by the name of their dtype."""
+    """Return the model's stored chunks that may be parameters, all of floating-point dtypes, by the dtype's name."""
     by_dtype: dict[str, list[BucketPiece]] = defaultdict(list)
     for key, entry in tensors.items():
         if entry.dtype is not None and entry.dtype.is_floating_point and not is_bucket(key):
@@ -158,9 +158,10 @@ def pieces_of(tensors: Mapping[str, TensorEntry]) -> dict[str, list[BucketPiece]
 
 
 def halves(pieces: Sequence[BucketPiece]) -> Iterator[Candidate]:
-    """Yield the pairs of pieces that a rank may hold as one parameter: gate rows and up rows of a `linear_fc1`.
+    """Yield the pairs of chunks that a rank may hold as one parameter: the gate and up rows of a gated `linear_fc1`.
 
-    Megatron-Core stores them as chunks r and r + n / 2 of n along an axis, or under two keys that end in `_w` and `_v`.
+    Megatron-Core stores the two as chunks r and r + n / 2 of n along an axis, or under two keys, which end in `_w` and
+    `_v`.
     """
     at = {(piece.key, piece.offset): piece for piece in pieces}
     for piece in filter(may_be_gated, pieces):
@@ -173,7 +174,7 @@ def halves(pieces: Sequence[BucketPiece]) -> Iterator[Candidate]:
 
 
 def may_be_gated(piece: BucketPiece) -> bool:
-    """Return whether a piece may be one half of a rank's parameter."""
+    """Return whether a chunk may be the gate or up half of a rank's parameter."""
     return "linear_fc1" in piece.key
 
 
@@ -186,13 +187,13 @@ def _half_further(piece: BucketPiece, axis: int) -> Ints:
 
 
 class Unit(NamedTuple):
-    """A parameter in a bucket.
+    """A parameter's range in a bucket, and the chunks of the model that it may be.
 
     Attributes:
-        bucket: Bucket that it lies in.
+        bucket: Bucket that contains the parameter.
         begin: First element in the bucket.
         end: One past the last element.
-        candidates: Pieces of the model that have its values.
+        candidates: Alternatives with the parameter's values: each is one chunk of the model, or two halves.
     """
 
     bucket: Bucket
@@ -213,8 +214,8 @@ def read_bucket(bucket: Bucket, sizes: Set[int], matches: Callable[[int, int], S
 
     Args:
         bucket: Bucket to read.
-        sizes: Distinct sizes of all candidates, in elements.
-        matches: Function that returns the candidates equal to a range of masters after rounding.
+        sizes: Distinct sizes of the candidates for parameters, in elements.
+        matches: Function from the begin and end of a range to the candidates that equal its rounded masters.
 
     Raises:
         UnsupportedValue: The model's parameters don't fill the bucket in any way.
@@ -250,7 +251,13 @@ def read_bucket(bucket: Bucket, sizes: Set[int], matches: Callable[[int, int], S
 
 
 def _slice_edges(edges: Ints) -> set[int]:
-    """Return the possible ends of data-parallel ranks' slices: multiples of a length that are all edges of chunks."""
+    """Return the offsets in a bucket at which data-parallel ranks' slices may end.
+
+    All slices have one length. It may be any for which `_is_slice` holds, and whose multiples are all chunks' edges.
+
+    Args:
+        edges: Offsets of stored chunks, and the bucket's length; ascending.
+    """
     multiples, all_edges, length = set[int](), set(edges), edges[-1]
     for size in edges[1:-1]:
         ends = range(size, length, size)
@@ -260,7 +267,7 @@ def _slice_edges(edges: Ints) -> set[int]:
 
 
 def _is_slice(size: int, length: int) -> bool:
-    """Return whether a bucket of some length, cut among some number of ranks, may have slices of this size.
+    """Return whether some number of ranks would cut a bucket of `length` elements into slices of `size` elements.
 
     Megatron-Core pads a bucket to a multiple of 128 and of the number of ranks, or of 65,536 too, before it cuts it.
     """
@@ -272,5 +279,5 @@ def _is_slice(size: int, length: int) -> bool:
 
 
 def _after(end: int, length: int) -> int:
-    """Return where the next parameter begins: the end of a parameter, rounded up by padding; at most the length."""
+    """Return the offset of the parameter after one that ends at `end`: the next aligned offset, at most `length`."""
     return min(-(-end // _ALIGNMENT) * _ALIGNMENT, length)

@@ -101,17 +101,17 @@ def nested(leaves: Mapping[TreePath, Any], kinds: Mapping[TreePath, dict[Any, An
 
 
 class _Container(dict[str | int, Any]):
-    """A container that is being filled, by name or by position.
+    """A dict or list that is being filled: its keys are names for a dict, positions for a list.
 
     Attributes:
-        kind: Empty dict of its type, if it has names.
+        kind: Empty dict of the container's type, such as an OrderedDict; a plain dict for a list.
     """
 
     kind: dict[Any, Any] = {}  # noqa: RUF012 (never changed)
 
 
 def _check_lists(root: _Container) -> None:
-    """Raise unless each container has either names or positions, and positions leave few gaps."""
+    """Raise ValueError if a container has both names and positions, or if lists have too many missing positions."""
     # The nodes are in a list rather than on the call stack, since paths come from a file and may be deep.
     gaps, nodes = 0, [root]
     while nodes:
@@ -138,7 +138,7 @@ def _container(node: _Container) -> dict[Any, Any] | list[Any]:
 
 
 def _close(node: _Container) -> Any:
-    """Return a container inside another one: a hole if it holds only holes."""
+    """Return a nested container as a dict or a list, or as a hole if it contains only holes."""
     container = _container(node)
     inside = container.values() if isinstance(container, dict) else container
     return HOLE if all(value is HOLE for value in inside) else container
@@ -208,7 +208,7 @@ def _has_texts(node: dict[Any, Any]) -> bool:
 
 
 def _is_one_value(node: Any) -> bool:
-    """Return whether a node is stored whole: it is neither a dict that is flattened nor a list with such a dict."""
+    """Return whether a node is stored whole: neither a dict to be flattened nor a list that contains such a dict."""
     if is_subclass(node):
         return True
     if isinstance(node, dict):

@@ -23,7 +23,9 @@ KindsAt = tuple[tuple[int, dict[Any, Any]], ...]
 
 
 def kinds_of(common: Any, paths: Mapping[str, TreePath]) -> dict[str, KindsAt]:
-    """Return the depth and an empty copy of each dict that isn't plain, under the name of the first value in it.
+    """Return the depth and an empty copy of each OrderedDict and defaultdict in a common tree.
+
+    Each is listed once, by the name of the first value in it. Its depth is the length of its path.
 
     Args:
         common: Common tree.
@@ -51,7 +53,7 @@ def _emptied(node: OrderedDict[Any, Any] | defaultdict[Any, Any]) -> dict[Any, A
 
 
 def with_kinds(data: bytes, kinds: KindsAt, *, allow_pickle: bool) -> bytes:
-    """Return a value's archive with a record of the dicts around the value.
+    """Return a value's archive with an added record of the OrderedDicts and defaultdicts around the value.
 
     Raises:
         UnsupportedValue: The factory of a defaultdict isn't a plain type.
@@ -60,7 +62,7 @@ def with_kinds(data: bytes, kinds: KindsAt, *, allow_pickle: bool) -> bytes:
 
 
 def decode_value(data: Buffer, what: str, options: LoadOptions) -> tuple[Any, KindsAt]:
-    """Return a value, and the dicts around it that aren't plain.
+    """Return an archive's value, and the OrderedDicts and defaultdicts around it: depth and empty copy of each.
 
     Raises:
         CorruptCheckpoint: The bytes aren't what was saved.
@@ -73,7 +75,11 @@ def decode_value(data: Buffer, what: str, options: LoadOptions) -> tuple[Any, Ki
     kinds = decode_archive(record, what=what, allow_pickle=options.allow_pickle)
     if type(kinds) is not list or not all(map(_is_kind, kinds)):
         raise CorruptCheckpoint(
-            error_text(f"{what} is malformed", expected="empty OrderedDicts and defaultdicts, with their depths")
+            error_text(
+                f"{what} is malformed",
+                expected="empty OrderedDicts and defaultdicts, with their depths",
+                fix="The file was damaged or edited; load another checkpoint.",
+            )
         )
     return value, tuple(kinds)
 
@@ -85,10 +91,10 @@ def _is_kind(pair: Any) -> bool:
 
 
 def at_paths(paths: Iterable[tuple[TreePath, KindsAt]]) -> dict[TreePath, dict[Any, Any]]:
-    """Return the dicts that aren't plain, by their own paths.
+    """Return an empty copy of each OrderedDict and defaultdict, by its path.
 
     Args:
-        paths: Path of each value, with the dicts around it.
+        paths: Path of each value, with the OrderedDicts and defaultdicts around it.
 
     Raises:
         ValueError: A dict's depth exceeds the path of its value.

@@ -39,21 +39,21 @@ _SUMMABLE_BYTES = 2.0**60  # Sums of offsets and sizes below this bound fit int6
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Archives:
-    """All archives of a checkpoint.
+    """All archives of a checkpoint. A payload is the bytes of an archive's tensor, or an object's whole archive.
 
     Attributes:
         names: Key of each archive's tensor, or name of its object.
-        chunk: Row of each archive's shape in `shapes`, -1 for an object, int64 (archives,).
+        chunk: Row of `shapes` with each archive's shape, -1 for an object, int64 (archives,).
         shapes: Shapes of chunks, right-aligned, int64 (chunks, axes).
         axes: Number of axes of each shape, int64 (chunks,).
-        start: Offset of each payload in a virtual file that consists of payloads, int64 (archives,).
-        payload: Length of each payload in bytes; an object is all payload, int64 (archives,).
+        start: Offset of each payload in a virtual file, which joins all payloads, int64 (archives,).
+        payload: Length of each payload in bytes, int64 (archives,).
         file: Number of each archive's file, int64 (archives,).
         byte: Offset of each archive in its file, int64 (archives,).
         length: Length of each archive in bytes, int64 (archives,).
         files: Names of the files.
         refusals: Reason that an archive can't be read, by its number.
-        virtual: The virtual file.
+        virtual: The virtual file, which loads are planned on.
     """
 
     names: Sequence[str]
@@ -75,22 +75,22 @@ class Archives:
         return None if row < 0 else tuple(self.shapes[row, self.shapes.shape[1] - int(self.axes[row]) :].tolist())
 
     def at(self, byte: Column) -> Column:
-        """Return, for each offset in the virtual file, the number of the archive that it lies in, int64 (bytes,)."""
+        """Return the number of the archive whose payload contains each offset in the virtual file, int64 (offsets,)."""
         return np.asarray(np.searchsorted(self.start, byte, side="right") - 1, dtype=np.int64)
 
 
 def archives_of(
     names: Sequence[str], places: ArchivePlaces, rows: Column, shapes: Column, axes: Column, payload: Column
 ) -> tuple[Archives, Column]:
-    """Return the archives sorted by file and offset, and each given archive's number in that order.
+    """Return the archives sorted by file and offset, and the number that each given archive gets, int64 (archives,).
 
     Args:
         names: Key of each archive's tensor, or name of its object; objects follow after tensors.
-        places: Places of archives.
-        rows: Number of each archive's place, int64 (archives,).
+        places: Places that `.metadata` lists, in any order.
+        rows: Position of each archive's place in `places`, int64 (archives,).
         shapes: Shape of each tensor, right-aligned, int64 (tensors, axes).
         axes: Number of axes of each shape, int64 (tensors,).
-        payload: Length of each tensor in bytes, int64 (tensors,); an object is all payload.
+        payload: Length of each tensor in bytes, int64 (tensors,); an object's payload is its whole archive.
 
     Raises:
         ValueError: A place isn't a range of a file, two places share bytes, or archives are too large.
@@ -150,7 +150,7 @@ def _check_apart(
 
 
 def _refusal_rows(places: ArchivePlaces, rows: Column) -> Iterator[tuple[int, int]]:
-    """Yield the row of each archive that can't be read, and the number of its place."""
+    """Yield the position in `rows` and the place number of each archive that cannot be read."""
     if places.refusals:
         yield from ((row, place) for row, place in enumerate(rows.tolist()) if place in places.refusals)
 
@@ -178,8 +178,8 @@ class ChunkBoxes:
 def true_boxes(entry: TensorEntry) -> ChunkBoxes:
     """Return the boxes of a stored tensor's chunks in the original tensor.
 
-    If a tensor was cut into a grid of cells, and ranks had flat ranges of cells, it was stored with the shape (grid,
-    elements of a cell). `.metadata` then also has its original shape.
+    Older Megatron-Core stored flat ranges of a tensor's grid cells as chunks of another tensor, whose shape is (cells
+    along each axis..., elements of a cell). `.metadata` then also has the original shape.
 
     Raises:
         ValueError: The chunks aren't ranges of such cells.
@@ -255,7 +255,7 @@ class ArchiveListing:
 
 
 def read_listing(checkpoint: Checkpoint) -> ArchiveListing:
-    """Return the listing of a checkpoint, which is read once for an open checkpoint.
+    """Return the listing of an open checkpoint, which is read on the first call only.
 
     Raises:
         CorruptCheckpoint: `.metadata` isn't sound.
@@ -363,7 +363,7 @@ def _columns(tensors: Mapping[str, TensorEntry], boxes: Mapping[str, ChunkBoxes]
 
 
 def _right_aligned(parts: Sequence[Column], fill: int) -> Column:
-    """Return columns with different numbers of axes as one, at least one axis wide, with `fill` on the left."""
+    """Join columns after widening all to the largest number of axes, at least 1, with `fill` on the left."""
     width = max([1, *(part.shape[1] for part in parts)])
     if parts and all(part.shape[1] == width for part in parts):
         return np.concatenate(parts)
@@ -390,11 +390,11 @@ META_FILE = "meta.pt"
 
 
 def has_meta(checkpoint: Checkpoint) -> bool:
-    """Return whether a folder of DCP's files also has Lightning's archive."""
+    """Return whether a folder of DCP's files also has Lightning's archive, meta.pt."""
     return checkpoint.fields["sharded_backend"] == "dcp" and checkpoint.storage.length(META_FILE) is not None
 
 
 def list_files(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Return the names of the index, the ranks' data files, Megatron-Core's list of hashes, and Lightning's archive."""
+    """Return the names of all files: `.metadata`, integrity.json (hashes), the data files, and Lightning's meta.pt."""
     data_files = (name for name in checkpoint.storage.names() if _DATA_FILE.fullmatch(name))
     return INDEX_FILE, MANIFEST_FILE, *data_files, *([META_FILE] if has_meta(checkpoint) else [])

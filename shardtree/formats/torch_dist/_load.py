@@ -123,7 +123,15 @@ def archives_cost(
 
 
 def _file_plan(listing: ArchiveListing, payloads: Payloads, plan: LoadPlan, run: Column, piece: Column) -> LoadPlan:
-    """Return a plan for the data files from a plan for the virtual file, given the archive of each run and piece."""
+    """Return a plan for the data files, translated from a plan for the listing's virtual file.
+
+    Args:
+        listing: Listing of the checkpoint.
+        payloads: Offsets of the payloads in the data files.
+        plan: Plan for the virtual file, with row-major payloads only.
+        run: Number of the archive that each contiguous read is from, int64 (runs,).
+        piece: Number of the archive that each strided read is from, int64 (pieces,).
+    """
     archives = listing.archives
     run_shift, piece_shift = (payloads.begin[rows] - archives.start[rows] for rows in (run, piece))
     # The rows are sorted again, since two tensors may share an archive and then change their order.
@@ -133,7 +141,7 @@ def _file_plan(listing: ArchiveListing, payloads: Payloads, plan: LoadPlan, run:
 
 
 def _files(listing: ArchiveListing, payloads: Payloads, numbers: Column) -> dict[int, StoredFile]:
-    """Return the files that hold some payloads, by number, each with its payloads' byte ranges and checksums."""
+    """Return the data files of archives, by file number, each with the byte ranges and checksums of its payloads."""
     archives, files = listing.archives, dict[int, StoredFile]()
     for file in np.unique(archives.file[numbers]).tolist():
         inside = numbers[archives.file[numbers] == file]
@@ -152,15 +160,15 @@ def _read_scattered(
     plan: LoadPlan,
     memories: Sequence[torch.Tensor],
 ) -> ReadReport:
-    """Read from an archive that doesn't have its tensor in row-major order.
+    """Execute the part of a plan that reads one archive whose tensor is not in row-major order; return a report.
 
     Args:
         checkpoint: The open checkpoint.
         listing: Listing whose index the plan is for.
-        place: Stored tensor; None for an archive that is decoded whole.
+        place: Stored tensor of the archive; None if the archive must be decoded whole.
         number: Number of the archive.
-        plan: Rows of the plan that read from the archive.
-        memories: Destinations, as for `read_archives`.
+        plan: Plan with only the reads from this archive.
+        memories: Memory of each requested shard, as for `read_archives`.
     """
     archives = listing.archives
     start, what = archives.start[number], archive_name(checkpoint, listing, number)
@@ -183,10 +191,12 @@ def _read_scattered(
 
 
 def _rows_of(plan: LoadPlan, start: int, tensor: StoredTensor) -> tuple[int, StoredTensor]:
-    """Return the offset, in row-major bytes, of the rows that a plan reads from a tensor, and these rows as a tensor.
+    """Return the rows of a tensor, along its first axis, that cover all reads of a plan.
+
+    The result is the offset of the first row, in bytes of the tensor in row-major order, and the rows as a tensor.
 
     Args:
-        plan: Rows of a plan that read only from the tensor.
+        plan: Plan with only the reads from this tensor.
         start: Offset of the tensor in the plan's file.
         tensor: Stored tensor.
     """
@@ -203,7 +213,7 @@ def _rows_of(plan: LoadPlan, start: int, tensor: StoredTensor) -> tuple[int, Sto
 
 
 def load_metadata(checkpoint: Checkpoint) -> Mapping[str, ShardedTensor | ShardedObject]:
-    """Return every stored tensor by key, and object by unique key, whole and without data.
+    """Return a description, without data, of every whole tensor by key and of every object by unique key.
 
     The buckets of a distributed optimizer are listed as states of the model's parameters.
     """
@@ -255,11 +265,12 @@ def _load(checkpoint: Checkpoint, listing: ArchiveListing, index: Index, shards:
 
 
 def _step(checkpoint: Checkpoint, listing: ArchiveListing) -> float:
-    """Return the step of a distributed optimizer, which each model-parallel rank stores with its param groups."""
+    """Return the step of a distributed optimizer, which must be the same in all model-parallel ranks' param groups."""
     steps = {step for _, step in _steps(checkpoint, listing)}
     if len(steps) != 1:
         fix = "Leave the steps out of the target, and set the optimizer's step by hand."
-        raise UnsupportedValue(error_text("load: the groups have no common step", found=sorted(steps), fix=fix))
+        what = "load: param groups have no step, or different steps"
+        raise UnsupportedValue(error_text(what, found=sorted(steps), fix=fix))
     return steps.pop()
 
 
@@ -294,7 +305,10 @@ def _states(checkpoint: Checkpoint, listing: ArchiveListing) -> Index:
 
 
 def _compare(checkpoint: Checkpoint, listing: ArchiveListing, keys: Set[str]) -> tuple[str, ...]:
-    """Compare masters with weights, once, if any key is a state; return the states left unchecked by the options."""
+    """Compare all masters with their weights if any key is an optimizer state; raise if they differ.
+
+    This happens once for an open checkpoint. With ``verify=None`` nothing is compared, and the states are returned.
+    """
     states = states_among(checkpoint, listing, keys)
     if checkpoint.options.verify is None:
         return tuple(states)
@@ -310,7 +324,10 @@ def _differing(checkpoint: Checkpoint, listing: ArchiveListing, share: int, shar
 
 
 def resolve(checkpoint: Checkpoint, keys: Set[str], listed: bool) -> Resolution | None:
-    """Return work that ranks share: finding states in buckets, or comparing masters; None if neither is needed."""
+    """Return the work that ranks share before they read; None if there is none.
+
+    It is either the search for the parameters in buckets, or the comparison of masters with weights.
+    """
     listing = read_listing(checkpoint)
     if _has_states(listing, None if listed else keys):
 
@@ -331,7 +348,7 @@ def resolve(checkpoint: Checkpoint, keys: Set[str], listed: bool) -> Resolution 
 
 
 def master_damage(checkpoint: Checkpoint) -> list[Damage]:
-    """Return a damage for each master that differs from its weight after rounding."""
+    """Return a `Damage` for each master that differs from its weight after rounding."""
     listing = read_listing(checkpoint)
     wrong = _differing(checkpoint, listing, 0, 1) if states_among(checkpoint, listing, listing.contents.tensors) else {}
     return [Damage("", f"{reason}. {FIX}", keys=(key,)) for key, reason in sorted(wrong.items())]

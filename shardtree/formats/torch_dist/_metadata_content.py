@@ -1,4 +1,7 @@
-"""Content of `.metadata` in columns, and the names that the pickle may use: no class is imported; most become stubs."""
+"""Content of `.metadata` in columns, and the allowlist of names that its pickle may contain.
+
+None of them is imported: names of dtypes stand for the dtypes, torch.Size makes tuples, and classes become stubs.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,7 @@ class TensorEntry:
         shape: Global shape.
         offsets: Offset of each chunk, int64 (chunks, axes).
         shapes: Shape of each chunk, int64 (chunks, axes).
-        places: Number of each chunk's place, int64 (chunks,).
+        places: Number of the place of each chunk's archive, int64 (chunks,).
         grid_shape: Original shape of the tensor if `shape` is that of a grid of flattened cells; else None.
     """
 
@@ -65,7 +68,7 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorEntries(Mapping[str, TensorEntry]):
-    """The entries of all tensors by key, which are made on access.
+    """The entries of all tensors, by key. They are stored as columns; an entry is made when it is accessed.
 
     Sending columns to other ranks takes a small part of the time that sending entries would take.
 
@@ -76,7 +79,7 @@ class TensorEntries(Mapping[str, TensorEntry]):
         edges: Number of each tensor's first chunk, and the number of all chunks.
         offsets: Offset of each chunk, left-aligned, int64 (chunks, axes).
         shapes: Shape of each chunk, left-aligned, int64 (chunks, axes).
-        places: Number of each chunk's place, int64 (chunks,).
+        places: Number of the place of each chunk's archive, int64 (chunks,).
         grid_shapes: Original shapes of tensors that are stored as grids of flattened cells, by key.
     """
 
@@ -116,8 +119,8 @@ class MetadataFile:
 
     Attributes:
         tensors: Entries of the tensors, by key.
-        values: Number of the place of each pickled value, by name.
-        paths: Path of each name in the nested state; None if it isn't stored.
+        values: Number of the place of each pickled value's archive, by name.
+        paths: Path of each name in the nested state; None if paths are not stored.
         places: Places of all archives.
     """
 
@@ -163,7 +166,7 @@ _PATHS = ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath", "Path"
 
 
 class _Names(dict[tuple[str, str], Any]):
-    """Values by name. A dtype that this torch lacks becomes a stub; only requests for its tensors fail."""
+    """Values by module and name. A dtype that this torch lacks becomes a stub; only loads of its tensors fail."""
 
     def __missing__(self, key: tuple[str, str]) -> Any:
         module, name = key
@@ -221,11 +224,11 @@ def field_of(value: Any, name: str) -> Any:
 
 
 def read_trusted(data: bytes, classes: Mapping[tuple[str, str], Any], *, what: str) -> Any:
-    """Return the value of a pickle, which may run any code.
+    """Return the value of a pickle from a trusted writer; reading it may run any code.
 
     Args:
         data: Bytes of the pickle.
-        classes: Values of names that aren't imported.
+        classes: Values of known names, by module and name; other names are imported.
         what: Description of the file, for errors.
 
     Raises:
@@ -246,7 +249,7 @@ class _Unpickler(pickle.Unpickler):
         self.classes = classes
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return the value of a name."""
+        """Return the stub or value of a known name, or import the name."""
         try:
             value = self.classes[module, name]
         except KeyError:

@@ -72,15 +72,15 @@ def unsound(where: str, error: Exception) -> CorruptCheckpoint:
 
 
 def parse_metadata(data: bytes, where: str) -> MetadataFile:
-    """Return the content of `.metadata`, whose regular parts a scan reads straight into columns.
+    """Return the content of `.metadata`, read quickly: a scan turns regular parts straight into columns.
 
     Args:
         data: Bytes of the file.
-        where: Place of the file, for errors.
+        where: Path or URL of the file, for errors.
 
     Raises:
-        CheckpointingException: The file isn't sound, or isn't regular enough; reading it without a scan tells which.
-        ValueError: As above; TypeError, KeyError and OverflowError have the same meaning.
+        CheckpointingException: The file is damaged, or too irregular for a scan; reading it without a scan tells which.
+        ValueError: As above. TypeError, KeyError and OverflowError have the same meaning.
     """
     classes = metadata_classes()
     scan = MetadataScan(classes)
@@ -110,7 +110,7 @@ def _parse(root: Any, scan_columns: ScanColumns) -> MetadataFile:
 
 
 class _TensorTable:
-    """The tensors and values that `.metadata` lists, with each chunk's offset and shape as rows of one table."""
+    """The tensors and values that `.metadata` lists; all chunks' offsets and shapes are rows of one table."""
 
     def __init__(self, scan_columns: ScanColumns) -> None:
         self.scan_columns = scan_columns
@@ -189,7 +189,7 @@ _NONE: Column = np.zeros(0, dtype=np.int64)
 
 
 class _PlaceTable:
-    """The places that `.metadata` lists, each with a tensor's key and a chunk's offset, or a value's name."""
+    """The places that `.metadata` lists: for chunks by tensor key and chunk offset, for plain values by name."""
 
     def __init__(self, scan_columns: ScanColumns) -> None:
         self.scan_columns = scan_columns
@@ -233,7 +233,10 @@ class _PlaceTable:
         self.runs += 2
 
     def columns(self) -> tuple[Column, ArchivePlaces]:
-        """Return the row of each place's chunk offset in the table of shapes, -1 for a value, and the places."""
+        """Return the chunk offset of each place, and the places.
+
+        A chunk offset is given as its row in the table of shapes, -1 for a plain value, int64 (places,).
+        """
         offset, byte, length = np.concatenate([np.zeros((3, 0), dtype=np.int64), *self._columns], axis=1)
         return offset, ArchivePlaces(self.file, byte, length, self.refusals)
 
@@ -251,7 +254,17 @@ def _refusal(file: str, transforms: Any) -> str:
 def _content(
     tensors: _TensorTable, place_table: _PlaceTable, flat: Any, paths: dict[str, tuple[str | int, ...]] | None
 ) -> MetadataFile:
-    """Return the content of `.metadata`, with shapes from the scan's table."""
+    """Return the content of `.metadata`, after finding the place of each chunk and value.
+
+    Args:
+        tensors: Tensors and values that the file lists.
+        place_table: Places that the file lists.
+        flat: Megatron-Core's `mcore_data`, by key: original shapes of tensors that are stored as flat ranges of cells.
+        paths: Path of each name in the nested state; None if paths are not stored.
+
+    Raises:
+        ValueError: A place is missing, or shapes contradict each other.
+    """
     axes, table = tensors.scan_columns.shapes.table(_MOST_NUMBERS)
     place_offset, places = place_table.columns()
     shape, count, offset, size = (
@@ -286,7 +299,13 @@ def _tuples(shapes: Column, axes: Column) -> list[Ints]:
 
 
 def _values(names: list[str], keys: list[str], offset: Column) -> dict[str, int]:
-    """Return the number of each plain value's place; if a value has several, the last counts, as in a dict."""
+    """Return the number of each plain value's place, by name; if a value has several places, the last one counts.
+
+    Args:
+        names: Names of the values.
+        keys: Tensor key or value name of each place.
+        offset: Row of each place's chunk offset in the table of shapes, -1 for a value, int64 (places,).
+    """
     row_of = {keys[row]: row for row in np.flatnonzero(offset < 0).tolist()}
     if absent := [key for key in names if key not in row_of]:
         raise ValueError(f"{absent[0]!r}: its place is missing")

@@ -134,19 +134,21 @@ class MetadataScan:
         return end
 
     def _in_dict(self, machine: Machine) -> bool:
-        """Return whether whole pairs of keys and values of a dict are on the stack."""
+        """Return whether the reader is in a dict, with a value for each key on its stack."""
         return bool(machine.metastack) and type(machine.metastack[-1][-1]) is dict and len(machine.stack) % 2 == 0
 
     def _records(
         self, machine: Machine, at: int, kind: str, batches: bytes
     ) -> tuple[list[tuple[bytes, ...]], int, Patterns]:
-        """Return the fields of the records from a position on, the position after them, and their patterns.
+        """Return the fields of successive records, the position after them, and the patterns that they match.
+
+        There are no records, and the position is `at`, if they would be too short for a scan.
 
         Args:
             machine: Reader of the file.
             at: Position of the first record.
-            kind: Kind of the records.
-            batches: Opcodes between two batches, which put one into the list or dict and begin the next.
+            kind: Kind of the records: "chunk", "pair" or "tensor".
+            batches: Opcodes that end one batch of records in a list or dict, and begin the next.
         """
         data, end = machine.data, at
         patterns = patterns_of(True)
@@ -180,7 +182,16 @@ class MetadataScan:
     # These methods look up references of records.
 
     def check(self, machine: Machine, codes: Sequence[bytes], *expected: str) -> None:
-        """Raise unless the references are to the classes and strings with the expected names."""
+        """Raise unless references lead to the expected classes and strings.
+
+        Args:
+            machine: Reader of the file.
+            codes: Opcodes of each record, one reference after the other.
+            expected: Class name or string that each reference must lead to.
+
+        Raises:
+            Irregular: A reference leads to something else.
+        """
         for code in set(codes):
             values = [machine.memo[reference(opcode)] for opcode in REFERENCE.findall(code)]
             # Strings come first: a class is never equal to a string.
@@ -201,7 +212,13 @@ class MetadataScan:
         return value
 
     def texts(self, machine: Machine, codes: Sequence[bytes], base: Sequence[int]) -> list[str]:
-        """Return the strings that opcodes contain or refer to; strings in opcodes get their memo numbers."""
+        """Return the strings that opcodes contain or refer to, and add contained strings to the reader's memo.
+
+        Args:
+            machine: Reader of the file.
+            codes: Opcode of each string.
+            base: Memo number that each string gets if its opcode contains it.
+        """
         text_of: dict[bytes, str] = {}
         texts = []
         for code, number in zip(codes, base, strict=True):
@@ -320,7 +337,7 @@ def _dtype_of(properties: Any) -> Any:
 
 
 def _is_class_name(name: str, value: Any) -> bool:
-    """Return whether a string stands in place of the class with this name, or a class in place of a string."""
+    """Return whether a value has the wrong type: a string for the name of a class, or a class for another name."""
     return (name[0].isupper() or name.startswith("_")) == (type(value) is str)
 
 
@@ -348,10 +365,10 @@ class _ChunkColumns:
         self.memo_counts = self.of_object + self.offset.memo_counts + self.shape.memo_counts
 
     def keep(self, base: Column) -> int:
-        """Add the chunks to the table of chunks, and return the number of the first.
+        """Add the chunks to the scan's table of chunks, and return the row of the first one.
 
         Args:
-            base: Next memo number before each chunk, int64 (chunks,).
+            base: First memo number that is free for each chunk, int64 (chunks,).
         """
         scan_columns, shape_of = self.scan.columns, partial(self.scan.shape, self.machine)
         at = base + self.of_object

@@ -1,4 +1,4 @@
-"""The writer of `.metadata`: the pickle that torch.distributed.checkpoint reads, with its many records from columns.
+"""The writer of `.metadata`: a pickle that torch.distributed.checkpoint reads, whose many records come from columns.
 
 It emits opcodes itself, and doesn't pickle instances of torch's classes. So it needs no import of torch.distributed,
 and the bytes don't depend on torch's version.
@@ -112,7 +112,7 @@ def _size(shape: Sequence[int]) -> Reduced:
 
 
 def _new(name: str, module: str = _METADATA, **state: Any) -> New:
-    """Return an instance that pickle makes without its constructor, so that versions with other fields read it."""
+    """Return an instance that is unpickled without its constructor, so that versions with other fields can read it."""
     return New(_class(module, name), (), state or None)
 
 
@@ -202,7 +202,10 @@ def _write_places(archives: Mapping[str, Archive], contents: WrittenContents, wr
 
 
 def _place_records(writer: PickleWriter, contents: WrittenContents) -> Records:
-    """Return the places of all chunks but the first; the first one's record has written all names except files'."""
+    """Return the opcodes of the places of all chunks except the first.
+
+    The first chunk's place must have been written: then the pickle contains all names except those of other files.
+    """
     columns, axes = contents.columns, _axes(contents.columns)
     key = np.array([writer.memo[name] for name in columns.keys], dtype=np.int64)
     within = np.arange(len(columns)) - np.searchsorted(columns.key, columns.key)
@@ -230,7 +233,15 @@ def _place_records(writer: PickleWriter, contents: WrittenContents) -> Records:
 
 
 def _file_names(writer: PickleWriter, files: Sequence[str], rows: Column) -> Callable[[slice], Field]:
-    """Return a function that returns rows' file names as opcodes: literal at a name's first use, then references."""
+    """Return a function from a slice of rows to their file names as opcodes.
+
+    A name is written as a string at its first use, and as a reference to this string from then on.
+
+    Args:
+        writer: Writer of the pickle.
+        files: Names of the files.
+        rows: Number of each row's file, int64 (rows,).
+    """
     used, first = np.unique(rows, return_index=True)
     codes, row = [b""] * len(files), rows.copy()
     for number, at in sorted(zip(used.tolist(), first.tolist(), strict=True), key=itemgetter(1)):
@@ -300,7 +311,13 @@ class Records:
 
 
 def _records(first: int, last: int, fields: Callable[[slice], Iterable[Field]]) -> Records:
-    """Return the records of some rows, which are made in batches so that padding stays small."""
+    """Return the opcodes of records, which are made in batches so that padding takes little memory.
+
+    Args:
+        first: Number of the first record.
+        last: One past the number of the last record.
+        fields: Function from a slice of records to their fields, in order.
+    """
     parts, lengths = [b""], [np.zeros(1, dtype=np.int64)]
     for begin in range(first, last, _AT_ONCE):
         count = min(_AT_ONCE, last - begin)
@@ -317,7 +334,7 @@ def _constant(code: bytes) -> Field:
 
 
 def _numbers(values: Column) -> Field:
-    """Return whole numbers of at least 0, each as its shortest opcode."""
+    """Return the shortest opcode for each number; all must be whole numbers of at least 0."""
     little = values.astype("<i8").view(np.uint8).reshape(-1, 8)
     op = np.where(values < 256, ord("K"), np.where(values < 65_536, ord("M"), ord("J")))
     width = np.where(values < 256, 2, np.where(values < 65_536, 3, 5))
@@ -332,7 +349,7 @@ def _numbers(values: Column) -> Field:
 
 
 def _references(numbers: Column) -> Field:
-    """Return references to memo numbers."""
+    """Return the opcodes that refer to memo numbers."""
     code = np.empty((numbers.size, 5), dtype=np.uint8)
     short = numbers < 256
     code[:, 0] = np.where(short, ord("h"), ord("j"))
@@ -341,7 +358,12 @@ def _references(numbers: Column) -> Field:
 
 
 def _tuples(boxes: Column, axes: Column) -> Iterator[Field]:
-    """Yield the parts of one tuple for each row: its last numbers, as many as it has axes."""
+    """Yield the opcodes of one tuple for each row, field by field.
+
+    Args:
+        boxes: Offsets or shapes, right-aligned, int64 (rows, width).
+        axes: Number of axes of each row; its tuple has as many entries, int64 (rows,).
+    """
     width = boxes.shape[1]
     yield np.array([[ord("(")]], dtype=np.uint8), (axes > 3).astype(np.int64)
     for axis in range(width):

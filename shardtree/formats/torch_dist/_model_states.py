@@ -1,4 +1,4 @@
-"""Optimizer states under the model's names, whose masters are compared with the weights before any state is read.
+"""The comparison of float32 masters with the weights, before any optimizer state under the model's names is read.
 
 Megatron-Core 0.15.0 to 0.19.2 silently writes a wrong `fully_reshardable` optimizer if a bucket other than the last
 ends with padding: it stores the elements of all later buckets under other parameters' names. Then masters differ from
@@ -21,7 +21,11 @@ from ._listing import TORCH_DIST, ArchiveListing, read_listing
 
 
 class Comparisons:
-    """Result of comparing an open checkpoint's masters with its weights."""
+    """Result of comparing an open checkpoint's masters with its weights.
+
+    Attributes:
+        all_alike: True once all masters were compared and equal their weights after rounding.
+    """
 
     __slots__ = ("all_alike",)
 
@@ -42,7 +46,7 @@ _ROUNDED = frozenset({torch.bfloat16, torch.float16, torch.float32})
 
 
 def states_among(checkpoint: Checkpoint, listing: ArchiveListing, keys: Iterable[str]) -> list[str]:
-    """Return the sorted keys of optimizer states; none if the checkpoint has no masters to compare with weights."""
+    """Return those keys that name optimizer states, sorted; [] if no master can be compared with its weight."""
     if (checkpoint.fields.get("sharded_backend"), checkpoint.fields.get("sharded_backend_version")) != TORCH_DIST:
         return []  # Keys of other programs may mean something else.
     states = sorted(key for key in keys if _STATE.fullmatch(key))
@@ -51,7 +55,10 @@ def states_among(checkpoint: Checkpoint, listing: ArchiveListing, keys: Iterable
 
 
 def refused_among(listing: ArchiveListing, keys: Iterable[str]) -> Mapping[str, str]:
-    """Return the reasons that tensors can't be read, by key: the listing's reasons, and one for states in objects."""
+    """Return the reasons that tensors cannot be read, by key.
+
+    To the listing's reasons this adds one for states that were saved inside of objects (dp_zero_gather_scatter).
+    """
     if not any(map(_GATHERED.match, listing.values)):
         return listing.unknown
     absent = [key for key in keys if key not in listing.contents.tensors and _STATE.fullmatch(key)]
@@ -59,7 +66,7 @@ def refused_among(listing: ArchiveListing, keys: Iterable[str]) -> Mapping[str, 
 
 
 def _pairs(checkpoint: Checkpoint) -> Mapping[str, Comparison]:
-    """Return the masters that can be compared with weights, by the master's key."""
+    """Return each comparable pair of a master and a weight, by the master's key."""
     return dict(_comparable(read_listing(checkpoint).index))
 
 
@@ -84,7 +91,7 @@ def differing(
     share: int = 0,
     shares: int = 1,
 ) -> dict[str, str]:
-    """Return the masters that differ from their weights after rounding, with the first difference of each.
+    """Return a text about the first difference of each master that differs from its weight after rounding, by key.
 
     Chunks are compared one at a time, in bounded memory. All shares of the work have about equally many elements.
 
@@ -144,10 +151,14 @@ def _box(index: Index, keys: Sequence[str], row: int) -> ShardedTensor:
 
 
 def refuse(checkpoint: Checkpoint, wrong: Mapping[str, str]) -> None:
-    """Raise if some masters aren't their weights.
+    """Raise if masters differ from their weights.
+
+    Args:
+        checkpoint: The open checkpoint.
+        wrong: Text about the difference of each such master, by key.
 
     Raises:
-        CorruptCheckpoint: There are such masters, which the error names.
+        CorruptCheckpoint: There are such masters; the error names them.
     """
     if not wrong:
         return

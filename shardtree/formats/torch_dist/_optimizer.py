@@ -68,7 +68,11 @@ STEP = "optimizer.state.step."
 
 
 class States:
-    """The index of an open checkpoint with its buckets as states of the model's parameters; None until it is made."""
+    """The memoised result of `optimizer_index` for an open checkpoint.
+
+    Attributes:
+        index: Index with buckets as states of the model's parameters; None until it is made.
+    """
 
     __slots__ = ("index",)
 
@@ -82,6 +86,11 @@ def optimizer_index(checkpoint: Checkpoint, listing: ArchiveListing, fill: Fill)
     This reads all weights and masters once, since the file doesn't name the parameters in a bucket. Steps are
     listed too, but are read from the objects with param groups, not from the index's offsets.
 
+    Args:
+        checkpoint: The open checkpoint.
+        listing: Listing of the checkpoint.
+        fill: Function that reads stored tensors into the memory of shards.
+
     Raises:
         UnsupportedValue: A bucket can't be divided into parameters, or parameters with equal weights and different
             states can't be told apart.
@@ -94,7 +103,7 @@ def optimizer_index(checkpoint: Checkpoint, listing: ArchiveListing, fill: Fill)
 
 
 def state_copies(checkpoint: Checkpoint, listing: ArchiveListing, fill: Fill) -> Iterator[Copies]:
-    """Yield the copies of states that several data-parallel groups store of parameters that they have in common."""
+    """Yield the copies of each state whose parameter is stored by several data-parallel groups."""
     for matches in _by_pieces(_matches(checkpoint, listing, fill)).values():
         for state in sorted(
             {state for match in matches for state, _ in match.bucket.states} if len(matches) > 1 else ()
@@ -142,7 +151,13 @@ Candidates = Mapping[tuple[str, ...], Sequence[Candidate]]
 
 
 def _candidates(fill: Fill, dtype: str, pieces: Sequence[BucketPiece]) -> Candidates:
-    """Return all candidates for parameters of a dtype, by the hashes of their pieces."""
+    """Return all candidates for parameters of a dtype, by the hashes of their chunks' values.
+
+    Args:
+        fill: Function that reads stored tensors into the memory of shards.
+        dtype: Name of the dtype.
+        pieces: Stored chunks of the model that have this dtype.
+    """
     kind, hashes = dtype_from_name(dtype), dict[BucketPiece, str]()
     groups = [*grouped(pieces, lambda piece: prod(piece.shape) * kind.itemsize, limits.CHECKED_BYTES)]
     memory = torch.empty(max((sum(map(_size, group)) for group in groups), default=0), dtype=kind, device="cpu")
@@ -194,7 +209,15 @@ def _readings(
     candidates: Candidates,
     memory: torch.Tensor,
 ) -> list[Reading]:
-    """Return the readings of a bucket by the values of its masters, which are read into `memory`."""
+    """Return the possible divisions of a bucket into parameters, found by the values of its masters.
+
+    Args:
+        fill: Function that reads stored tensors into the memory of shards.
+        bucket: Bucket to divide.
+        pieces: Stored chunks of the model, by the name of their dtype.
+        candidates: Candidates for parameters of the bucket's dtype.
+        memory: Buffer that the masters are read into.
+    """
     masters, dtype = memory[: bucket.edges[-1]], dtype_from_name(bucket.dtype)
     _read(fill, bucket, MASTER, masters)
     sizes = {_size(piece) for piece in pieces[bucket.dtype]}
@@ -277,13 +300,16 @@ def _index(listing: ArchiveListing, matches: Sequence[Match]) -> Index:
 
 
 def _step_byte(listing: ArchiveListing) -> int:
-    """Return where the first object with param groups begins in the virtual file; steps are listed at this offset."""
+    """Return the offset in the virtual file at which steps are listed: that of the first object with param groups."""
     names, begins = listing.index.object_names(), listing.index.object_byte.tolist()
     return next((begin for name, begin in zip(names, begins, strict=True) if is_groups(name)), 0)
 
 
 def _without_buckets(index: Index) -> tuple[ShardColumns, Column, list[tuple[str, int, int, int]]]:
-    """Return the tensors that aren't buckets, their offsets in the virtual file, and the objects."""
+    """Return the chunks of all tensors except buckets, their offsets in the virtual file, and the objects.
+
+    Objects with the sizes of buckets are left out.
+    """
     names = index.keys()
     numbers = [number for number, key in enumerate(names) if not is_bucket(key)]
     chunks = np.flatnonzero(np.isin(index.chunk_key, numbers))

@@ -1,4 +1,4 @@
-"""Choice between parameters with equal values: by the layers and cuts around them, and by the order of modules."""
+"""Choice between parameters with equal values, by other layers, the rank's other parameters, and the module order."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ _ENDINGS = ("layer_norm_weight", "layer_norm_bias", "weight", "bias")
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """An order of modules.
+    """An order of a model's parameters: by patterns of modules, or by the caller's names.
 
     Attributes:
         modules: Patterns of keys inside a layer, in order; empty if there are names.
@@ -79,7 +79,7 @@ class Order:
     names: Mapping[str, int] | None = None
 
     def place(self, piece: BucketPiece) -> ParameterPlace | None:
-        """Return a parameter's place; None if this order doesn't have it."""
+        """Return a parameter's place in this order; None if the order does not include the parameter."""
         layer, inside = layer_of(piece)
         if self.names is not None:
             number = self.names.get(full_name(piece))
@@ -136,12 +136,11 @@ def _ending(key: str) -> int:
 
 
 def choose(readings: Sequence[Sequence[Reading]], orders: Sequence[Order]) -> list[Unit]:
-    """Return the parameters of all buckets, in order.
+    """Choose one reading of each bucket, and return the parameters of all buckets, in order.
 
     Args:
-        readings: Possible readings of each bucket.
-        orders: Possible orders of modules; if any reading fits an order, readings that fit no order don't
-            count.
+        readings: Possible readings of each bucket, that is, divisions into parameters.
+        orders: Possible orders of modules. If any reading fits one, readings that fit none do not count.
 
     Raises:
         UnsupportedValue: Several readings of a bucket fit.
@@ -166,7 +165,10 @@ def choose(readings: Sequence[Sequence[Reading]], orders: Sequence[Order]) -> li
 
 
 def _pieces_of(reading: Reading) -> Iterator[Hashable]:
-    """Yield offset and piece of each part of a reading; a pair's halves are two parts, to be compared one by one."""
+    """Yield the offset and the chunk of each part of a reading, to compare it with other readings of the bucket.
+
+    The halves of a known pair are two parts. An undecided parameter is one part, with all its candidates for a chunk.
+    """
     for unit in reading:
         pieces = unit.candidates[0] if _is_one(unit) else (unit.candidates,)
         size = (unit.end - unit.begin) // len(pieces)
@@ -178,7 +180,7 @@ def _is_one(unit: Unit) -> bool:
 
 
 def _has_form(unit: Unit, counts: set[int]) -> bool:
-    """Return whether any candidate of a parameter agrees with the other layers: all are gated, or none is."""
+    """Return whether any candidate fits the known layers: all layers of a model are gated, or none is."""
     return any(len(counts) != 1 or not may_be_gated(pieces[0]) or len(pieces) in counts for pieces in unit.candidates)
 
 
@@ -200,7 +202,7 @@ def _descends(reading: Reading, order: Order) -> bool:
 
 
 def _may_be_copy(unit: Unit) -> bool:
-    """Return whether a parameter may be a tied embedding's copy, which has the place of the output layer."""
+    """Return whether a parameter may be an embedding; a tied one has a copy at the output layer's place."""
     return any(_first_match(_SECTIONS, pieces[0].key) == 0 for pieces in unit.candidates)
 
 
@@ -227,7 +229,7 @@ class Match:
 def decide(
     groups: Sequence[Sequence[Unit]], orders: Sequence[Order], states: Callable[[Unit], Hashable]
 ) -> list[Match]:
-    """Return the identity of each parameter of each model-parallel rank.
+    """Decide which chunks of the model each parameter is, for all model-parallel ranks.
 
     Args:
         groups: Parameters of each rank, in the order of its buckets.
@@ -282,10 +284,10 @@ def _unclear(units: Collection[Unit], orders: Sequence[Order]) -> UnsupportedVal
 
 
 def _settled_by_states(units: Sequence[Unit], states: Callable[[Unit], Hashable]) -> dict[Unit, Candidate]:
-    """Return candidates for units that have equal candidates and equal states, since any assignment is right.
+    """Assign candidates to parameters with equal candidates and equal stored states: any assignment is right.
 
-    There must be as many such units as candidates, in each rank or in all ranks together, and no unit with other
-    candidates may be one of their pieces.
+    There must be as many of these parameters as candidates, in each rank or in all ranks together, and no chunk of
+    theirs may be a candidate of another parameter.
     """
     alike: dict[frozenset[Candidate], list[Unit]] = defaultdict(list)
     for unit in units:
@@ -302,7 +304,10 @@ def _settled_by_states(units: Sequence[Unit], states: Callable[[Unit], Hashable]
 
 
 def _of_one_cut(units: Sequence[Unit]) -> list[Unit]:
-    """Return units without other tensor-parallel ranks' candidates; units with one candidate tell the own rank."""
+    """Return units without the candidates that belong to other tensor-parallel ranks.
+
+    Units with a single candidate show which part of a cut axis the rank holds.
+    """
     numbers_by_count: dict[int, set[int]] = defaultdict(set)
     for unit in units:
         if len(unit.candidates) == 1:
@@ -319,7 +324,10 @@ def _fitting(candidates: Sequence[Candidate], own_numbers: Mapping[int, set[int]
 
 
 def _cuts(candidate: Candidate) -> Iterator[tuple[int, int]]:
-    """Yield, for each axis that is cut (except layers), the count of equal pieces and the candidate's number."""
+    """Yield, for each axis that is cut into equal parts, their count and the number of the candidate's part.
+
+    The axis of stacked layers is left out.
+    """
     first = candidate[0]
     axes = zip(first.offset, first.shape, first.global_shape, strict=True)
     layers = re.search(r"\blayers\.(?!\d)", first.key) is not None
@@ -329,7 +337,7 @@ def _cuts(candidate: Candidate) -> Iterator[tuple[int, int]]:
 
 
 def _in_order(units: Sequence[Unit], order: Order) -> list[Candidate] | None:
-    """Return a candidate for each unit, so that each buffer is in reverse order; None unless the choice is unique."""
+    """Return a candidate for each unit, so that each buffer is in the reverse of `order`; None unless only one fits."""
     answer: list[Candidate | None] = [unit.candidates[0] if len(unit.candidates) == 1 else None for unit in units]
     chosen_pieces = {pieces for pieces in answer if pieces is not None}
     if len(chosen_pieces) < sum(pieces is not None for pieces in answer) or not all(unit.candidates for unit in units):
@@ -354,7 +362,10 @@ def _in_order(units: Sequence[Unit], order: Order) -> list[Candidate] | None:
 def _runs(
     rows: Sequence[int], units: Sequence[Unit], order: Order
 ) -> Iterator[tuple[list[int], ParameterPlace | None, ParameterPlace | None]]:
-    """Yield the rows of undecided units between two decided ones, and the places of both; None at a buffer's ends."""
+    """Yield each run of undecided units in a buffer: their rows, and the places of the decided units around it.
+
+    A place is None at an end of the buffer.
+    """
     run: list[int] = []
     above: ParameterPlace | None = None
     for row in rows:
@@ -374,7 +385,10 @@ def _runs(
 def _between(
     place: ParameterPlace | None, above: ParameterPlace | None, below: ParameterPlace | None
 ) -> ParameterPlace | None:
-    """Return a place if it lies between two others, in a layer of one of them or outside of layers; else None."""
+    """Return `place` if it is between two bounds, and in the layer of a bound or outside of layers; else None.
+
+    A bound of None, at an end of the buffer, excludes nothing.
+    """
     bounds = [bound for bound in (above, below) if bound is not None]
     if place is None or (above is not None and place > above) or (below is not None and place < below):
         return None

@@ -1,4 +1,4 @@
-"""Offsets of the payloads in tensors' archives, which are looked up in the archives before a load can read."""
+"""Offsets of payloads (tensors' bytes) in data files: they are looked up in the archives before a load can read."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _UNKNOWN, SCATTERED = -1, -2
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Payloads:
-    """Places and checksums of a checkpoint's payloads, filled as archives are looked up.
+    """Offsets and checksums of a checkpoint's payloads, which are filled in as archives are looked up.
 
     Attributes:
         begin: Offset of each payload in its file, `SCATTERED` if it isn't one row-major record, int64 (archives,).
@@ -89,14 +89,14 @@ _LOOKED_UP = 4096
 
 
 def ends_of(listing: ArchiveListing, numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield the byte ranges of a file that hold the headers and directories of some of its archives."""
+    """Yield the byte ranges of a file that contain the headers and directories of the given archives."""
     for number in numbers:
         byte = int(listing.archives.byte[number])
         yield from ((byte + begin, byte + end) for begin, end in archive_ends(int(listing.archives.length[number])))
 
 
 def batches(listing: ArchiveListing, numbers: Iterable[int]) -> Iterator[list[int]]:
-    """Yield batches of archives of one file, small enough to be in memory."""
+    """Yield the numbers of one file's archives in batches that are small enough to be in memory."""
     batch: list[int] = []
     size = 0
     for number in numbers:
@@ -113,7 +113,7 @@ _BATCH_BYTES, _BATCH_ARCHIVES = 16 * 1024 * 1024, 512
 
 
 def wholes_of(listing: ArchiveListing, numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield the byte ranges of some archives in a file."""
+    """Yield the byte range of each archive in its file."""
     for number in numbers:
         byte = int(listing.archives.byte[number])
         yield byte, byte + int(listing.archives.length[number])
@@ -180,7 +180,7 @@ def open_data_file(
 
 
 def archive_name(checkpoint: Checkpoint, listing: ArchiveListing, number: int) -> str:
-    """Return the description of an archive for errors."""
+    """Return an archive's name, file and offset, for the headings of errors."""
     archives = listing.archives
     path = checkpoint.storage.where(archives.files[archives.file[number]])
     return f"load: {archives.names[number]!r} in {path!r}, at byte {archives.byte[number]}"

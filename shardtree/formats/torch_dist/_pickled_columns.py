@@ -29,10 +29,10 @@ _TEXT = (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Patterns:
-    """The patterns of records of one kind of writer; their groups are listed below.
+    """Regular expressions for records of `.metadata`, with or without memo numbers; groups are given in brackets.
 
     Attributes:
-        memoized: True if tuples and objects have memo numbers, as `pickle` writes them; our own writer gives none.
+        memoized: True if tuples and objects have memo numbers, as `pickle` writes them; our own writer omits these.
         chunk: A chunk: (class and first field, offset, second field, shape).
         pair: A place: (class of the index and first field, key, second field, third field, offset, class of the
             information and first field, file, second field, byte, third field, length).
@@ -49,7 +49,7 @@ class Patterns:
 
 @cache
 def patterns_of(memoized: bool) -> Patterns:
-    r"""Return the patterns of records of one kind of writer.
+    r"""Return the patterns of records whose tuples and objects have memo numbers, or have none.
 
     Examples:
         >>> patterns_of(False).kind.fullmatch(b"h\x07").group(1)
@@ -105,7 +105,7 @@ _PAST = 16  # Padding after the last opcode lets the code look at further bytes 
 
 
 def _widths() -> Column:
-    """Return the length of each opcode of a whole number with its argument, 0 for any other opcode."""
+    """Return the length of each opcode of a whole number, argument included; 0 for other opcodes, int64 (256,)."""
     widths = np.zeros(256, dtype=np.int64)
     widths[[ord("K"), ord("M"), ord("J"), 0x8A]] = 2, 3, 5, 2  # The length of LONG1's argument follows its opcode.
     return widths
@@ -226,7 +226,7 @@ class Shapes:
         raise KeyError(number)
 
     def rows_of(self, number: Column) -> Column:
-        """Return the rows with some memo numbers, -1 for numbers without a row."""
+        """Return the row of each memo number, -1 for a number without a row."""
         self._flush()
         if not self.is_sorted:
             self.sortings += 1
@@ -243,7 +243,7 @@ class Shapes:
         return np.where(memo_numbers[at] == number, row[at], -1)
 
     def table(self, most: int) -> tuple[Column, Column]:
-        """Return the count of axes of each row, and all rows as one column, which may have at most `most` numbers."""
+        """Return the count of axes of each row, and all rows, padded, as one array of at most `most` numbers."""
         self._flush()
         width = max([1, *(part.shape[1] for part in self.values)])
         if self.length * width > most:
@@ -283,7 +283,7 @@ def shapes_in(parts: Sequence[bytes], memoized: bool, is_size: Callable[[int], b
 
 
 def _tuples_at(buffer: Bytes, at: Column) -> tuple[Column, Column, Bytes]:
-    """Return the lengths of the tuples of whole numbers at some offsets, their entries, and their first opcodes."""
+    """Return the length, the entries and the first opcode of the tuple of whole numbers at each offset."""
     opening = buffer[at]
     at = at + (opening == ord("("))
     columns: list[Column] = []
@@ -325,7 +325,7 @@ class PickledShapes:
 
         Args:
             shapes: Table of shapes.
-            base: Next memo number before each shape, int64 (shapes,).
+            base: First memo number that is free for each shape, int64 (shapes,).
             shape_of: Function that returns a shape that only the memo has, by its number; raises if there is none.
         """
         rows = np.full(self.is_new.size, -1)
@@ -346,7 +346,7 @@ class PickledShapes:
 
 
 def match_pairs(pairs: Column, chunks: Column) -> tuple[Column, Column]:
-    """Return, for each chunk, the number of the last equal pair (-1 for none), and that of the first equal chunk.
+    """Return, for each row of `chunks`, the last equal row of `pairs` (-1: none) and the first equal row of `chunks`.
 
     Examples:
         >>> pairs, chunks = np.array([[0, 4], [0, 0], [0, 4]]), np.array([[0, 0], [0, 4], [0, 0], [1, 0]])
@@ -383,9 +383,9 @@ def _repeats(rows: Column) -> bool:
 
 
 def without_repeated(sizes: Column, axes: Column, first: Column) -> Column:
-    """Return one chunk's row for each tensor and offset.
+    """Return the row of one chunk for each tensor and offset.
 
-    A chunk that is listed twice is stored once. If two chunks have one offset, the chunk with elements stays.
+    `first` gives, for each chunk, the first row with its tensor and offset. Of such rows, one with elements stays.
     """
     rows: Column = np.arange(first.size)
     again = np.flatnonzero(first != rows)

@@ -44,7 +44,7 @@ from ._write import RankFile, data_file, file_layout, write_file
 
 
 def collect(storage: Storage, rank_files: Sequence[RankFile]) -> WrittenContents:
-    """Return the contents of the files that ranks wrote, which are given in the order of ranks.
+    """Return the contents of all ranks' files, which are given in the order of ranks, after checking them.
 
     Raises:
         StorageError: A file is missing or has another length than its rank wrote.
@@ -71,7 +71,7 @@ def collect(storage: Storage, rank_files: Sequence[RankFile]) -> WrittenContents
 
 
 def _sorted_once(columns: ShardColumns) -> Column:
-    """Return rows sorted by key and offset, only one of the rows with equal key and offset."""
+    """Return the rows in the order of key and offset, and only the first of those with the same key and offset."""
     # Only chunks without elements can repeat a place, and readers look up archives by place.
     order = np.lexsort((*columns.offset.T[::-1], columns.key))
     place = np.column_stack([columns.key, columns.offset])[order]
@@ -93,7 +93,7 @@ class StoredValue:
     Attributes:
         name: Path of the value, joined by dots.
         path: Path of the value in the common tree.
-        archive: Place of the value's archive.
+        archive: File, offset and length of the value's archive.
     """
 
     name: str
@@ -119,7 +119,7 @@ class Saving:
 
 
 def contents_by(pending: PendingSave, backend: str) -> tuple[Saving, WrittenContents]:
-    """Return the state of a save with shards in a backend's format, and the archives of the shards.
+    """Return the state of a save and the archives of its shards, which must be in the given backend's format.
 
     Raises:
         StrategyError: Another strategy wrote the shards.
@@ -162,12 +162,12 @@ def publish_dcp(pending: PendingSave, fields: Fields) -> None:
 
 
 def save_sharded(pending: PendingSave, shards: Sequence[ShardedTensor | ShardedObject]) -> AsyncRequest[RankFile]:
-    """Prepare the data file of a rank's shards, and return the request that writes it."""
+    """Prepare a rank's data file in Megatron-Core's format, and return the request that writes it."""
     return _request(pending, shards, TORCH_DIST[0])
 
 
 def save_dcp_sharded(pending: PendingSave, shards: Sequence[ShardedTensor | ShardedObject]) -> AsyncRequest[RankFile]:
-    """Prepare the data file of a rank's shards, and return the request that writes it.
+    """Prepare a rank's data file in DCP's format, and return the request that writes it.
 
     Raises:
         StrategyError: The folder has a common.pt or a meta.pt, so that it would be taken for a checkpoint of

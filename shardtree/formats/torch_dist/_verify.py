@@ -106,7 +106,10 @@ def _check_archive(
 
 
 def _records_are_right(listing: ArchiveListing, reader: Reader, number: int, what: str, result: _BatchResult) -> bool:
-    """Add the byte ranges of an archive's records, and return whether the records read so far have their CRC32."""
+    """Check the CRC32 of each record of an archive, except large ones, and return whether none differs.
+
+    The result gets the records' byte ranges, the damage, and the large records, which are read later.
+    """
     byte, length = int(listing.archives.byte[number]), int(listing.archives.length[number])
     try:
         records = archive_records(partial(part_of, reader, byte), length, what=what)
@@ -195,7 +198,7 @@ def verify_files(checkpoint: Checkpoint) -> tuple[Finding, ...]:
 
 
 def _meta(checkpoint: Checkpoint) -> tuple[Finding, ...]:
-    """Return the damage of Lightning's archive beside the data files, and its bytes without a checksum."""
+    """Return the findings about Lightning's archive, meta.pt; none if there is no such file beside the data files."""
     if not has_meta(checkpoint):
         return ()
     findings = verify_archive(checkpoint, META_FILE)
@@ -268,14 +271,14 @@ def _read_of(listing: ArchiveListing, numbers: Sequence[int]) -> Iterator[tuple[
 
 
 def archive_damage(listing: ArchiveListing, number: int, what: str, begin: int, end: int) -> Damage:
-    """Return the damage of one archive, with the region of the tensor that it holds."""
+    """Return a `Damage` of one archive, with the region of the tensor that it contains."""
     archives = listing.archives
     name = archives.files[archives.file[number]]
     return Damage(name, what, begin, end, (archives.names[number],), _regions(listing, [number]))
 
 
 def _file_damage(listing: ArchiveListing, file: int, what: str, numbers: Sequence[int]) -> Damage:
-    """Return one damage for all given archives of a file."""
+    """Return one `Damage` for all given archives of a file."""
     archives = listing.archives
     begin, end = int(archives.byte[numbers].min()), int((archives.byte + archives.length)[numbers].max())
     keys = tuple(sorted({archives.names[number] for number in numbers}))
@@ -322,7 +325,7 @@ def _piece_crc32(checkpoint: Checkpoint, listing: ArchiveListing, piece: tuple[i
 
 
 def _coverage(checkpoint: Checkpoint, listing: ArchiveListing, results: Iterable[_BatchResult]) -> Iterator[Finding]:
-    """Yield the number of bytes of each file that have a CRC32, and the byte ranges that have none."""
+    """Yield, for each file, the number of bytes that have a CRC32, and the byte ranges that have none."""
     spans: dict[int, list[tuple[int, int]]] = {}
     for result in results:
         spans.setdefault(result.file, []).extend(result.spans)

@@ -67,7 +67,7 @@ class FileLayout:
     """One rank's data file: objects first, then pieces of tensors, each an archive at a multiple of `ALIGNMENT`.
 
     Attributes:
-        objects: Unique key of each object, and its archive of a list with the object.
+        objects: Unique key of each object, and its archive, which contains a list of only this object.
         pieces: Boxes of the rank's shards.
         columns: The same boxes as columns, one row for each.
         byte: Offset of each archive, objects first, int64 (archives,).
@@ -114,7 +114,7 @@ def _encode(item: ShardedObject, allow_pickle: bool) -> bytes:
 
 
 def _pieces(shards: Sequence[ShardedTensor], columns: ShardColumns) -> tuple[tuple[ArchivedBox, ...], ShardColumns]:
-    """Return the boxes of shards, several for a flat range, and their columns."""
+    """Return the boxes to write for shards, several for a flat range, and the same boxes as columns."""
     # Flat ranges are written as boxes, since megatron-core 0.16 dropped flat ranges, and older releases read both.
     boxes = shard_boxes(columns.offset, columns.shape, columns.start, columns.stop)
     no_range = np.full(boxes.shard.size, -1, dtype=np.int64)
@@ -132,7 +132,7 @@ def _pieces(shards: Sequence[ShardedTensor], columns: ShardColumns) -> tuple[tup
 
 
 def _is_empty(columns: ShardColumns) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    """Return whether each tensor has no elements, bool (keys,); only such a tensor's empty chunks are stored."""
+    """Return, for each tensor, whether it has no elements, bool (keys,). Others' empty chunks are not stored."""
     shapes = box_column([kind.global_shape for kind in columns.kinds], fill=1)
     return np.asarray(volumes(shapes) == 0)
 

@@ -18,7 +18,7 @@ def recognize(storage: Storage) -> Fields | None:
 
 
 def is_whole(storage: Storage, name: str) -> bool:
-    """Return whether the description of a group or an array is JSON.
+    """Return True if the metadata file of a group or an array was written to its end, that is, if it is JSON.
 
     Raises:
         CorruptCheckpoint: The file isn't JSON.

@@ -29,7 +29,7 @@ class StoredArray:
         key: Key of the tensor.
         dtype: Dtype of the tensor.
         shape: Shape of the tensor.
-        chunk: Shape of the box in a file; a file at an edge has elements beyond the tensor, and the same length.
+        chunk: Shape of a file's box. Files at an edge have the same length: elements beyond the tensor are padding.
         inner: Shape of the chunks inside a file; None if a file is one chunk.
         prefix: Prefix of the names of chunk files: "c" in zarr v3, empty in v2.
         separator: Separator of the numbers in a chunk file's name.
@@ -221,7 +221,7 @@ def _dtype_if_known(name: str) -> torch.dtype | None:
 
 
 def fill_item(value: Any, dtype: torch.dtype, what: str) -> bytes:
-    r"""Return the bytes of one item with the fill value.
+    r"""Return the bytes of one element that has the fill value.
 
     Args:
         value: Fill value in zarr's metadata, not None.
@@ -250,4 +250,4 @@ def fill_item(value: Any, dtype: torch.dtype, what: str) -> bytes:
         return row_major_bits(number.to(dtype)).numpy().tobytes()
     except (ValueError, TypeError, OverflowError, RuntimeError, struct.error) as error:
         found, expected = f"fill value {value!r}"[:200], f"a {dtype_name(dtype)}"
-        raise CorruptCheckpoint(error_text(f"open: {what} is not sound", found=found, expected=expected)) from error
+        raise unsound_array(what, found, expected) from error

@@ -67,7 +67,7 @@ def pieces(offset: Column, chunk: Shape, box: Shape) -> ChunkPieces:
 
 
 def count_pieces(offset: Column, chunk: Shape, box: Shape) -> float:
-    """Return about how many pieces `pieces` would return."""
+    """Return the number of boxes that `pieces` would return, as a float, which cannot overflow."""
     whole = np.array(chunk, dtype=np.int64)
     shape = np.minimum(whole, np.array(box, dtype=np.int64) - offset)
     return float(np.where(_before_last_cut(shape < whole), shape, 1).astype(np.float64).prod(axis=1).sum())
@@ -76,7 +76,7 @@ def count_pieces(offset: Column, chunk: Shape, box: Shape) -> float:
 def _before_last_cut(
     cut: np.ndarray[tuple[int, ...], np.dtype[np.bool_]],
 ) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
-    """Return, for each chunk, flags of the axes before the last axis along which an edge cuts the chunk."""
+    """Return flags for each chunk's axes before the last one along which an edge cuts it, bool (chunks, axes)."""
     after: np.ndarray[tuple[int, ...], np.dtype[np.bool_]] = np.zeros_like(cut)
     after[:, :-1] = np.logical_or.accumulate(cut[:, :0:-1], axis=1)[:, ::-1]
     return after
@@ -144,8 +144,10 @@ def missing_cells(array: StoredArray, cells_with_files: Column, most: int = MOST
         raise UnsupportedValue(error_text(what, found=found, expected=expected, fix=fix))
     fill_bytes = min(prod(array.box) * array.dtype.itemsize, (total - len(cells_with_files)) * array.file_bytes)
     if fill_bytes > _MOST_FILLED:
-        what, expected = f"open: array {array.name!r} is too sparse to be a tensor", f"at most {_MOST_FILLED}"
-        raise UnsupportedValue(error_text(what, found=f"{fill_bytes} bytes that no file has", expected=expected))
+        found, expected = f"{fill_bytes} bytes in chunks without a file", f"at most {_MOST_FILLED}"
+        fix = "Rewrite the array with all its chunks stored, or move it to another folder."
+        what = f"open: array {array.name!r} is too sparse to be a tensor"
+        raise UnsupportedValue(error_text(what, found=found, expected=expected, fix=fix))
     if total == len(cells_with_files):
         return cells_with_files[:0]
     strides = row_major_strides(np.array([array.counts], dtype=np.int64))

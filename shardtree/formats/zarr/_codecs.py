@@ -15,7 +15,7 @@ import numpy as np
 
 from ...errors import CorruptCheckpoint, UnsafeFile, UnsupportedValue, error_text
 from ...kit import limits
-from ._array import StoredArray
+from ._array import StoredArray, unsound_array
 from ._cells import inner_counts
 
 _HARMLESS = {
@@ -116,7 +116,7 @@ def is_plain(codecs: list[Any], item_size: int, what: str) -> bool:
 
 
 def _no_codec(value: Any, what: str) -> CorruptCheckpoint:
-    return CorruptCheckpoint(error_text(f"open: {what} is not sound", found=f"{value!r}"[:200], expected="a codec"))
+    return unsound_array(what, f"{value!r}"[:200], "a codec")
 
 
 _SLACK_BYTES = 1024 * 1024
@@ -143,7 +143,7 @@ _STREAMS: dict[str, Callable[[], Any]] = {
 
 
 def check_headers(array: StoredArray, data: bytes, what: str) -> None:
-    """Raise unless a chunk file has the length in its codecs' headers, and decodes to about the size of its elements.
+    """Raise unless a chunk file is as long as its codecs' headers say, and decodes to about the size of its elements.
 
     Args:
         array: Array with the codecs.
@@ -306,7 +306,14 @@ _DECODED_LENGTHS: dict[str, Callable[[bytes, int], int]] = {
 
 
 def _check_inner(array: StoredArray, configuration: dict[str, Any], data: bytes, what: str) -> None:
-    """Check each inner chunk of a file."""
+    """Check the headers of each inner chunk of a file, like `check_headers`.
+
+    Args:
+        array: Array with the codecs.
+        configuration: Configuration of the sharding codec.
+        data: Content of the file.
+        what: Name of the file, for errors.
+    """
     # The index must have a form that this package reads as the zarr package does: else chunks would be unchecked.
     index, inside = (codec_list(configuration.get(name), what) for name in ("index_codecs", "codecs"))
     names = [codec_parts(codec, what)[0] for codec in index]
@@ -318,8 +325,9 @@ def _check_inner(array: StoredArray, configuration: dict[str, Any], data: bytes,
     count = prod(inner_counts(array))
     size = count * 16 + _CHECKSUM_BYTES * (len(names) - 1)
     if size > len(data):
-        expected = f"an index of {size} bytes"
-        raise CorruptCheckpoint(error_text(f"load: {what} is cut off", found=f"{len(data)} bytes", expected=expected))
+        found, expected = f"{len(data)} bytes", f"an index of {size} bytes"
+        fix = "The file was damaged or cut off; load another checkpoint."
+        raise CorruptCheckpoint(error_text(f"load: {what} is cut off", found=found, expected=expected, fix=fix))
     start = 0 if configuration.get("index_location") == "start" else len(data) - size
     entries = np.frombuffer(data, "<u8", 2 * count, start).reshape(count, 2)
     for begin, length in entries[(entries != _NOT_STORED).any(axis=1)].tolist():

@@ -114,7 +114,7 @@ def _unknown(kind: str, extension: Any, names: Collection[str] | None) -> Iterat
     """Yield the unknown parts of an extension: its name, or fields of it and of its configuration.
 
     Args:
-        kind: Extension point, for errors.
+        kind: Kind of the extension, such as "codec", for errors.
         extension: Object or name of the extension; other values are refused elsewhere.
         names: Known names; None if unknown names are refused elsewhere, like those of codecs.
     """

@@ -114,7 +114,7 @@ def read_group(
         storage: Storage of the folder.
         arrays: Arrays, as their metadata describes them.
         objects: Objects that have files of their own.
-        untaken: Field of `Group`.
+        untaken: Reason that an array or a file is not listed, by its name.
 
     Raises:
         CorruptCheckpoint: Two arrays have one key, or a file with several chunks isn't sound.
@@ -125,7 +125,8 @@ def read_group(
     arrays = sorted(arrays, key=lambda array: array.key)
     twice = [repr(array.key) for array, following in pairwise(arrays) if array.key == following.key]
     if twice:
-        raise CorruptCheckpoint(error_text(f"open: two arrays in {storage.where()!r} have one key", offenders=twice))
+        what, fix = f"open: two arrays in {storage.where()!r} have one key", "Rename the folder of one of them."
+        raise CorruptCheckpoint(error_text(what, offenders=twice, fix=fix))
     rows = [_array_rows(storage, array, files) for array in arrays]
     numbers = files.add([name for _, name, _ in objects], [length for *_, length in objects]).tolist()
     object_rows = [(key, number, 0, length) for number, (key, _, length) in zip(numbers, objects, strict=True)]
@@ -135,7 +136,12 @@ def read_group(
 
 
 def array_columns(arrays: Sequence[StoredArray], rows: Sequence[Rows]) -> tuple[ShardColumns, Column, Column]:
-    """Return the rows of arrays, sorted by key, as columns; the file of each row; and the row's offset in its file."""
+    """Return the boxes of all arrays as columns, the number of each box's file, and the box's offset in the file.
+
+    Args:
+        arrays: Arrays, sorted by key.
+        rows: Boxes of each array, with their places in files.
+    """
     axes = max((len(array.box) for array in arrays), default=1)
     counts = [len(array_rows.file) for array_rows in rows]
     empty = np.zeros((0, axes), dtype=np.int64)
@@ -170,12 +176,12 @@ def _array_rows(storage: Storage, array: StoredArray, files: _Files) -> Rows:
 
 
 def chunk_rows(array: StoredArray, cells: Column, step: Shape, file: Column, begin: Column | None = None) -> Rows:
-    """Return the boxes of plain chunks.
+    """Return the boxes of chunks that are plain row-major bytes, and their places in files.
 
     Args:
         array: Array of the chunks.
-        cells: Cells of the chunks in the grid whose cells have the shape `step`, int64 (chunks, axes).
-        step: Shape of the chunks.
+        cells: Cell of each chunk in the grid of all chunks, int64 (chunks, axes).
+        step: Shape of the chunks, and so of the grid's cells.
         file: Number of each chunk's file, int64 (chunks,).
         begin: Offset of each chunk in its file, in bytes, int64 (chunks,); 0 by default.
     """
@@ -243,9 +249,9 @@ _OBJECT_SUFFIX = ".pt"
 
 
 def find_arrays(storage: Storage) -> tuple[list[StoredArray], list[Object], dict[str, str]]:
-    """Return the arrays in a folder and its subfolders, the objects, and why arrays or files are left out, by name.
+    """Return the arrays and objects in a folder and its subfolders, and the reasons that others are left out, by name.
 
-    Arrays of types that torch lacks, such as strings and dates, are left out, and files without an object's name.
+    Left out are arrays of dtypes that torch lacks, such as strings and dates, and files not named like an object.
 
     Raises:
         CorruptCheckpoint: The metadata of an array isn't sound.
@@ -290,7 +296,7 @@ def _folders(storage: Storage, folder: str, depth: int) -> Iterator[tuple[str, t
 
 
 def _is_v3(storage: Storage, names: Sequence[str]) -> bool:
-    """Return whether the outermost zarr.json is metadata: neither a tensor's folder nor a stray file in a v2 group."""
+    """Return whether the outermost zarr.json is metadata, not a tensor's folder or a stray file in a v2 group."""
     return ".zgroup" not in names and not is_folder(storage, NODE_FILE)
 
 
@@ -305,8 +311,8 @@ def read_node(storage: Storage, folder: str) -> Node:
     fields = parse_json(storage.read(name), storage.where(name))
     is_node = isinstance(fields, dict) and fields.get("node_type") in ("array", "group")
     if not is_node or fields.get("zarr_format") != 3:
-        what = f"open: {storage.where(name)!r} is not sound"
-        raise CorruptCheckpoint(error_text(what, expected="the metadata of a zarr v3 group or array"))
+        what, fix = f"open: {storage.where(name)!r} is not sound", "The file was damaged; load another checkpoint."
+        raise CorruptCheckpoint(error_text(what, expected="the metadata of a zarr v3 group or array", fix=fix))
     if fields["node_type"] == "group":
         check_group(fields, repr(storage.where(name)))
     return dict(fields)
@@ -328,7 +334,7 @@ def _array(storage: Storage, folder: str, names: tuple[str, ...], node: Node | N
 
 
 def _objects(storage: Storage, folder: str, names: tuple[str, ...]) -> tuple[list[Object], list[str]]:
-    """Return the objects in a folder, and the names of files that have only the suffix of objects."""
+    """Return the objects in a folder, and the names of files that have an object's suffix but no object's name."""
     files, others = {}, []
     for name in names if folder else ():
         length = storage.length(f"{folder}/{name}") if name.endswith(_OBJECT_SUFFIX) else None
@@ -348,7 +354,7 @@ _MOST_MISSING = 1000
 
 
 def needed_files(storage: Storage, group: Group) -> dict[str, int]:
-    """Return the least length of each file that the group's tensors and objects need, by name.
+    """Return the files that the group's tensors and objects need: minimum length by name, 0 if it is not known.
 
     A missing chunk's file is needed only if its array has no fill value, like Megatron-Core's arrays.
     """

@@ -1,4 +1,4 @@
-"""The layout of a save's chunk files: the chunks are the ranks' shards if these are a regular grid."""
+"""The layout of a save's chunk files: each shard is a chunk if a tensor's shards form a regular grid."""
 
 from __future__ import annotations
 
@@ -66,17 +66,17 @@ def array_name(key: str) -> str:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ArrayLayout:
-    """The array of a tensor, and the file of each of its shards.
+    """The zarr array of a tensor: its chunk files, the shards that go into each file, and the ranks that write them.
 
     Attributes:
         array: Array as its metadata will describe it.
-        rows: Row of each of the tensor's shards among the written shards of all tensors, int64 (shards,); only shards
-            with elements.
-        columns: The tensor's shards, with as many axes as the tensor.
-        cells: Cells of the grid that get a file, in row-major order, int64 (files, axes).
-        file: Number of each shard's file, int64 (shards,).
+        rows: Index of each of the tensor's shards in the shards that all ranks write, int64 (shards,). Shards without
+            elements are left out.
+        columns: The same shards, with as many axes as the tensor.
+        cells: Indices of the chunk files in the array's grid of files, in row-major order, int64 (files, axes).
+        file: Row of each shard's file in `cells`, int64 (shards,).
         writer: Rank that writes each file, -1 if several do, int64 (files,).
-        metadata_writer: Rank that writes the metadata.
+        metadata_writer: Rank that writes the array's zarr.json.
     """
 
     array: StoredArray
@@ -92,8 +92,8 @@ def array_layouts(writes: ShardColumns, rank: int | None = None) -> Iterator[Arr
     """Yield the layout of each tensor's array. All ranks compute the same layouts, so that they needn't exchange any.
 
     Args:
-        writes: Shards of all ranks, each in the replica that is written.
-        rank: Only tensors that this rank writes a part of are yielded; None for all tensors.
+        writes: Shards that all ranks write, only one replica of each.
+        rank: Rank whose tensors are yielded: those that it writes a part of. None for all tensors.
 
     Raises:
         IntegrityError: A file would have gaps, or two tensors would have the same folder.
@@ -134,7 +134,13 @@ def _array_layout(writes: ShardColumns, number: int, rows: Column) -> ArrayLayou
 
 
 def _cells(columns: ShardColumns, step: Shape, counts: Shape) -> tuple[Column, Column]:
-    """Return the cells of the files that are written, in row-major order, and the number of each shard's file."""
+    """Return the index of each chunk file in the grid of files, row-major, and the row of each shard's file in them.
+
+    Args:
+        columns: Shards of a tensor.
+        step: Shape of a file's box.
+        counts: Shape of the grid of files.
+    """
     place = columns.offset // np.array(step, dtype=np.int64)
     strides = row_major_strides(np.array([counts], dtype=np.int64))
     _, first, file = np.unique((place * strides).sum(axis=1), return_index=True, return_inverse=True)
@@ -142,7 +148,7 @@ def _cells(columns: ShardColumns, step: Shape, counts: Shape) -> tuple[Column, C
 
 
 def _regular_cell(columns: ShardColumns, box: Shape) -> Shape | None:
-    """Return the shape of the cells if the boxes of all shards are cells of a regular grid; else None."""
+    """Return the cells' shape if the boxes of all shards are cells of a regular grid over the tensor; else None."""
     if not len(columns):
         return None
     cell = columns.shape.max(axis=0)
@@ -186,7 +192,7 @@ def _common_blocks(writers: np.ndarray[Any, np.dtype[np.int64]]) -> Shape:
 
 
 def _check_filled(array: StoredArray, columns: ShardColumns, cells: Column, file: Column) -> None:
-    """Raise unless every written file is complete."""
+    """Raise IntegrityError unless the shards fill each file that they are written to."""
     # Other readers would read zeros from a gap, without an error.
     step = np.array(array.step, dtype=np.int64)
     room = volumes(np.minimum(step, np.array(array.box, dtype=np.int64) - cells * step))
@@ -210,13 +216,13 @@ _ZEROS = bytes(64 * 1024)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChunkFile:
-    """A rank's part of a chunk file.
+    """A rank's part of a chunk file: runs of bytes, each contiguous both in a shard and in the file.
 
     Attributes:
         name: Name of the file.
         length: Length of the whole file in bytes.
         is_shared: True if other ranks write other parts of the file.
-        shard: Number of each run's shard among the rank's shards, int64 (runs,).
+        shard: Index of each run's shard in the rank's shards, int64 (runs,).
         byte: Offset of each run in the shard's row-major bytes, int64 (runs,).
         target: Offset of each run in the file, ascending, int64 (runs,).
         count: Length of each run in bytes, int64 (runs,).
@@ -239,7 +245,7 @@ def chunk_files(part: ArrayLayout, rank: int, numbers: Column) -> Iterator[Chunk
     Args:
         part: Layout of the tensor's array.
         rank: Rank that writes.
-        numbers: Number of each of the tensor's shards among the rank's shards, -1 for shards of other ranks, int64
+        numbers: Index of each of the tensor's shards in the rank's shards, -1 for shards of other ranks, int64
             (shards,).
     """
     array, shards = part.array, np.flatnonzero(numbers >= 0)
@@ -268,7 +274,10 @@ def chunk_files(part: ArrayLayout, rank: int, numbers: Column) -> Iterator[Chunk
 
 
 def _whole(array: StoredArray, columns: ShardColumns, file: Column, step: Shape) -> Runs:
-    """Return the runs of shards that are whole chunks, one for each; the target of a run is the number of its file."""
+    """Return one run for each shard, if the boxes of all shards are whole chunks: from the shard to its chunk file.
+
+    In the result, `file` is the index of a shard, and `target` that of a chunk file.
+    """
     place = columns.offset // np.array(step, dtype=np.int64) % np.array(inner_counts(array) or (1,), dtype=np.int64)
     strides = row_major_strides(np.array([inner_counts(array) or (1,)], dtype=np.int64))
     item_size = array.dtype.itemsize
@@ -278,7 +287,7 @@ def _whole(array: StoredArray, columns: ShardColumns, file: Column, step: Shape)
 
 
 def _planned_runs(part: ArrayLayout, columns: ShardColumns, files: Column, step: Shape) -> Runs:
-    """Return the runs of shards with any boxes; the target of a run is the number of its file."""
+    """Return the runs from shards with boxes of any shape to chunk files, with the fields that `_whole` gives them."""
     # The write is planned as a load of chunks from shards, since the same code finds their intersections.
     slots = _slots(part.array, part.cells[files])
     slots_per_file = len(slots) // len(files)
@@ -300,7 +309,7 @@ def _planned_runs(part: ArrayLayout, columns: ShardColumns, files: Column, step:
 
 
 def _slots(array: StoredArray, cells: Column) -> Column:
-    """Return the cells of the chunks in some files, in the order of the files."""
+    """Return the grid index of every chunk in some files, file after file; `cells` are the files' own indices."""
     if array.inner is None:
         return cells
     numbers = np.arange(prod(inner_counts(array)))
@@ -321,7 +330,7 @@ def write_chunk_file(
     checksums: bool,
     progress: Callable[[int], None],
 ) -> NDArray[np.uint64] | None:
-    """Write a file, or a rank's part of it, and return its block hashes; None if other ranks write it too.
+    """Write a rank's part of a chunk file. Return the file's block hashes, or None if other ranks write parts of it.
 
     Raises:
         ShapeError: A tensor no longer has the dtype or shape of its shard.
@@ -341,7 +350,7 @@ def write_chunk_file(
 
 
 def _buffers(file: ChunkFile, shards: Sequence[ShardedTensor]) -> Iterator[Buffer]:
-    """Yield a whole file: the runs in order, zeros beyond the edge of the tensor, and the index."""
+    """Yield the bytes of a whole chunk file: the runs in order, zeros beyond the tensor's edge, and the index."""
     memories: dict[int, Buffer] = {}
     end = 0
     rows = (column.tolist() for column in (file.shard, file.byte, file.target, file.count))
@@ -361,7 +370,7 @@ def _buffers(file: ChunkFile, shards: Sequence[ShardedTensor]) -> Iterator[Buffe
 
 
 def _parts(file: ChunkFile, shards: Sequence[ShardedTensor]) -> Iterator[tuple[int, Buffer]]:
-    """Yield a rank's parts of a shared file, shard by shard, so that only one shard is in memory at a time."""
+    """Yield the offset and bytes of each run of a shared file. Only one shard's data is in memory at a time."""
     order = np.argsort(file.shard, kind="stable")
     last, memory = -1, memoryview(b"")
     rows = (column[order].tolist() for column in (file.shard, file.byte, file.target, file.count))

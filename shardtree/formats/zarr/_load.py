@@ -53,6 +53,11 @@ _MOST_DECODED = 4 * 2**30
 def decoded(storage: Storage, array: StoredArray, cell: Shape) -> torch.Tensor:
     """Return a chunk file's elements, without those beyond the tensor's edge, as row-major bytes, uint8 (bytes,).
 
+    Args:
+        storage: Storage of the checkpoint's folder.
+        array: Array of the chunk.
+        cell: Index of the file in the array's grid of chunk files.
+
     Raises:
         StrategyError: The zarr package isn't installed.
         CorruptCheckpoint: The chunk can't be decoded.
@@ -70,7 +75,7 @@ def decoded(storage: Storage, array: StoredArray, cell: Shape) -> torch.Tensor:
         raise
     except Exception as error:  # Codecs raise exceptions of any class.
         cause = f"{type(error).__name__}: {error}"[:300]
-        fix = "The file was damaged, or made by a program whose codecs aren't installed."
+        fix = "Install the codecs of the program that wrote it. If they are installed, the file is damaged: restore it."
         raise CorruptCheckpoint(
             error_text(f"load: {storage.where(name)!r} can't be decoded", found=cause, fix=fix)
         ) from error
@@ -78,10 +83,10 @@ def decoded(storage: Storage, array: StoredArray, cell: Shape) -> torch.Tensor:
 
 
 def filled(array: StoredArray, length: int) -> torch.Tensor:
-    """Return bytes of the fill value, uint8 (bytes,).
+    """Return `length` bytes of elements that all have the array's fill value, uint8 (bytes,).
 
     Raises:
-        UnsupportedValue: There are too many bytes to be made at once.
+        UnsupportedValue: So many bytes might not fit in memory.
         CorruptCheckpoint: The fill value doesn't fit the dtype.
     """
     _check_size(array, length)
@@ -90,7 +95,7 @@ def filled(array: StoredArray, length: int) -> torch.Tensor:
 
 
 def _check_size(array: StoredArray, length: int) -> None:
-    """Raise if a chunk of an array is too large to be in memory at once."""
+    """Raise UnsupportedValue if a chunk's length in bytes is too large for decoding it in memory."""
     if length > _MOST_DECODED:
         found, expected = f"{length} bytes", f"at most {_MOST_DECODED}"
         what = f"load: a chunk of array {array.name!r} is too large to be decoded"
@@ -98,7 +103,7 @@ def _check_size(array: StoredArray, length: int) -> None:
 
 
 def zarr_package(what: str) -> Any:
-    """Import the zarr package, which only packed chunks need, and return it.
+    """Import the zarr package, which only compressed or otherwise encoded chunks need, and return it.
 
     Raises:
         StrategyError: The package isn't installed.
@@ -131,7 +136,7 @@ def _values(package: Any, array: StoredArray, name: str, data: bytes, cell: Shap
 
 
 def _numpy_document(array: StoredArray) -> dict[str, Any]:
-    """Return the metadata with unsigned integers in place of dtypes that NumPy and zarr-python lack."""
+    """Return the array's metadata, with an unsigned integer dtype in place of one that NumPy and zarr-python lack."""
     document, name = dict(array.document), zarr_name(array.dtype)
     if name == dtype_name(array.dtype):
         return document
@@ -179,7 +184,10 @@ def _cost(checkpoint: Checkpoint, group: Group, shards: Sequence[ShardedTensor],
 
 
 def _split(group: Group, plan: LoadPlan) -> tuple[LoadPlan, LoadPlan]:
-    """Return the part of a plan that reads plain files, and the part that reads virtual files."""
+    """Split a plan in two: reads of plain files, and reads of virtual files.
+
+    A virtual file is a chunk that must be decoded, or one that isn't stored and has the fill value.
+    """
     virtual_files = np.array(sorted(group.sources), dtype=np.int64)
     runs, strided = np.isin(plan.runs.file, virtual_files), np.isin(plan.strided.file, virtual_files)
     return plan.select(~runs, ~strided), plan.select(runs, strided)
@@ -188,7 +196,15 @@ def _split(group: Group, plan: LoadPlan) -> tuple[LoadPlan, LoadPlan]:
 def _read_virtual(
     checkpoint: Checkpoint, group: Group, number: int, plan: LoadPlan, memories: Sequence[torch.Tensor]
 ) -> ReadReport:
-    """Decode a chunk, or make it from the fill value; copy the plan's part of it, and return a report of the reads."""
+    """Copy from one virtual file to the shards' memories, as a plan says, and return a report of the reads.
+
+    Args:
+        checkpoint: Checkpoint to read.
+        group: Content of its folder, with the source of each virtual file.
+        number: Number of the virtual file.
+        plan: Reads of this file.
+        memories: Data of the shards to fill.
+    """
     array, cell = group.sources[number]
     file = group.index.file(number)
     if cell is not None and checkpoint.storage.length(file.name) is None:
@@ -198,7 +214,7 @@ def _read_virtual(
 
 
 def _by_file(plan: LoadPlan) -> list[tuple[int, LoadPlan]]:
-    """Return the number of each file in a plan, with the plan's rows of this file."""
+    """Split a plan by file: return pairs of a file's number and the reads of this file."""
     numbers = np.array(plan.files, dtype=np.int64)
     runs, strided = (np.argsort(rows.file, kind="stable") for rows in (plan.runs, plan.strided))
     ends = np.append(numbers, numbers[-1:] + 1)
@@ -213,8 +229,8 @@ def _by_file(plan: LoadPlan) -> list[tuple[int, LoadPlan]]:
 
 
 def read_arrays(checkpoint: Checkpoint) -> Group:
-    """Return the content of a checkpoint's folder."""
-    # It is memoised for an open checkpoint, since listing the chunks of thousands of arrays takes long.
+    """Return the arrays, objects and index of a checkpoint's folder, memoised for the open checkpoint."""
+    # It is memoised, since listing the chunks of thousands of arrays takes long.
     return checkpoint.once(_read_arrays)
 
 
@@ -229,12 +245,12 @@ def _read_arrays(checkpoint: Checkpoint) -> Group:
 
 
 def _with_fill(array: StoredArray) -> StoredArray:
-    """Return an array with a fill value of 0 if it is a v2 array without one: zarr-python omits its chunks of zeros."""
+    """Return the array; a v2 array without a fill value gets 0, since zarr-python doesn't store its chunks of zeros."""
     return replace(array, fill=0) if array.fill is None and array.document["zarr_format"] == 2 else array
 
 
 def load_metadata(checkpoint: Checkpoint) -> Mapping[str, ShardedTensor | ShardedObject]:
-    """Return every stored tensor by key, and every object by unique key, whole and without data."""
+    """Return every stored tensor by key, as one whole shard without data, and every object by unique key."""
     group = read_arrays(checkpoint)
     cost, files = partial(_cost, checkpoint, group), partial(needed_files, checkpoint.storage, group)
     return IndexMetadata(group.index, untaken=group.untaken, gaps=group.gaps, cost=cost, files=files)
@@ -254,7 +270,7 @@ def load_objects(checkpoint: Checkpoint, objects: Sequence[ShardedObject]) -> li
 
 
 def load_legacy_objects(checkpoint: Checkpoint, objects: Sequence[ShardedObject]) -> list[Any]:
-    """Return the data of each sharded object, in order.
+    """Return the data of each sharded object, in order, from a checkpoint in Megatron-Core's old format.
 
     Raises:
         KeyMismatch: The checkpoint lacks an object.
@@ -272,7 +288,7 @@ def load_legacy_objects(checkpoint: Checkpoint, objects: Sequence[ShardedObject]
 
 
 def object_bytes(checkpoint: Checkpoint, name: str) -> Buffer:
-    """Read the file of an object of Megatron-Core's old format."""
+    """Return the bytes of an object's file in Megatron-Core's old format."""
     with checkpoint.storage.open(name) as reader:
         data = reader.read()
     checkpoint.options.progress(data.nbytes)
@@ -280,6 +296,6 @@ def object_bytes(checkpoint: Checkpoint, name: str) -> Buffer:
 
 
 def decoded_object(checkpoint: Checkpoint, name: str, data: Buffer) -> Any:
-    """Return the value in the file of an object of Megatron-Core's old format."""
+    """Return the value that an object's file in Megatron-Core's old format encodes, given the file's name and bytes."""
     what, options = checkpoint.storage.where(name), checkpoint.options
     return decode_archive(data, what=what, types=options.types, allow_pickle=options.allow_pickle)

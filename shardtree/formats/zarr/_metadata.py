@@ -27,7 +27,7 @@ def decode_v2(data: bytes, name: str, where: str) -> StoredArray | None:
     Args:
         data: Bytes of the file.
         name: Folder of the array, which is also the tensor's key.
-        where: Place of the file, for errors.
+        where: Path or URL of the file, for errors.
 
     Raises:
         CorruptCheckpoint: The file isn't sound.
@@ -80,8 +80,8 @@ def decode_v3(fields: Mapping[str, Any], name: str, where: str) -> StoredArray |
 
     Args:
         fields: Content of the file.
-        name: Folder of the array, which is also the tensor's key unless the attributes have another one.
-        where: Place of the file, for errors.
+        name: Folder of the array, which is also the tensor's key unless our own attributes have another key.
+        where: Path or URL of the file, for errors.
 
     Raises:
         CorruptCheckpoint: The file isn't sound.
@@ -121,7 +121,7 @@ def decode_v3(fields: Mapping[str, Any], name: str, where: str) -> StoredArray |
 
 
 def encode_v3(array: StoredArray) -> dict[str, Any]:
-    """Return the content of the zarr.json of an array of our own.
+    """Return the content of zarr.json for an array that we save.
 
     Axes are named after their lengths, since xarray requires axes with equal names to have equal lengths.
 
@@ -173,7 +173,7 @@ def _sharding_codec(array: StoredArray) -> dict[str, Any]:
 
 
 def _own_attributes(fields: Mapping[str, Any], name: str, stored_dtype: torch.dtype) -> tuple[str, torch.dtype]:
-    """Return the key and the dtype in our own attributes; `name` and `stored_dtype` if the attributes lack them."""
+    """Return the tensor's key and dtype in our own attributes; `name` and `stored_dtype` if there are none."""
     attributes = fields.get("attributes")
     attribute = attributes.get(OURS) if isinstance(attributes, dict) else None
     if not isinstance(attribute, dict):
@@ -198,9 +198,10 @@ def _is_key(key: Any) -> TypeGuard[str]:
 
 
 def _sharding(codecs: list[Any], item_size: int, what: str) -> tuple[Any, dict[str, bool] | None]:
-    """Return the shape of inner chunks, and the "first" and "checked" of their index.
+    """Return the shape of the chunks inside a file, and two facts about the index of these chunks.
 
-    The shape is None without inner chunks, and the index is None unless the inner chunks are plain bytes.
+    The shape is None if files have no inner chunks. The facts are "first" (the index comes before the chunks) and
+    "checked" (a CRC follows the index); they are None unless the inner chunks are plain bytes.
     """
     name, configuration = codec_parts(codecs[0], what) if codecs else ("", {})
     if name != "sharding_indexed" or len(codecs) != 1:
@@ -232,12 +233,14 @@ def _configuration(fields: Mapping[str, Any], field: str, expected: str, what: s
 
 
 def whole_keys(unique_keys: Sequence[str]) -> dict[str, str]:
-    """Return the complete unique key for each given one. Old releases omitted the last size of the grid of cells.
+    """Return the complete unique key for each unique key of an array of objects.
 
-    The size follows from the cells if all of them are given; else the keys stay as they are.
+    A unique key ends with the object's index in the array and the array's shape. Old releases of Megatron-Core omitted
+    the last number of the shape, which follows from the indices if all objects are given; else the keys stay as they
+    are.
 
     Args:
-        unique_keys: Unique keys of all cells of an object.
+        unique_keys: Unique keys of the objects in one array.
 
     Examples:
         >>> whole_keys(["rng/shard_0.0_1", "rng/shard_0.1_1"])

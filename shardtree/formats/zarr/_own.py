@@ -1,6 +1,6 @@
-"""Folders of our own, which are valid zarr for other readers: objects, common state and index are arrays of bytes.
+"""Folders that we save, which are valid zarr for other readers: objects, common state and index are arrays of bytes.
 
-A removal writes a new index before it removes files.
+A removal of keys writes a new index before it removes files.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ Document = dict[str, Any]
 
 
 def is_own(fields: Fields) -> bool:
-    """Return whether metadata.json says that a save of our own wrote the arrays."""
+    """Return whether the fields of metadata.json say that our own `save` wrote the arrays."""
     return "index" in fields and fields["sharded_backend_version"] != MEGATRON
 
 
 def group_document(members: dict[str, Document] | None = None) -> Document:
-    """Return the zarr.json of a group; in the outermost group, it has the metadata of all members too.
+    """Return the zarr.json of a group. For the outermost group, pass `members`: each zarr.json below it, by folder.
 
     Examples:
         >>> group_document()
@@ -73,7 +73,7 @@ def group_document(members: dict[str, Document] | None = None) -> Document:
 
 
 def blob(name: str, length: int, attributes: dict[str, Any] | None = None) -> tuple[str, Document]:
-    """Return the name of the file of an array of bytes, and the array's zarr.json.
+    """Return the chunk file's name and the zarr.json of a one-dimensional array of bytes.
 
     Examples:
         >>> blob("common", 7)[0]
@@ -100,7 +100,7 @@ def write_blob(
     durable: bool,
     progress: Callable[[int], None] = lambda _: None,
 ) -> StoredFile:
-    """Write the file of an array of bytes, then its zarr.json, and return the file."""
+    """Write the chunk file of an array of bytes, then its zarr.json; return the name, length and hashes of the file."""
     folder = name.rpartition("/")[0]
     make_folder(storage, folder, durable=durable)
     file = write_hashed(storage, name, buffers, durable=durable, progress=progress)
@@ -111,12 +111,12 @@ def write_blob(
 
 
 def encode_columns(index: Index) -> bytes:
-    """Return the bytes of an index: its columns in the common codec."""
+    """Encode the columns of an index, as trees of plain values are encoded."""
     return encode_tree(index.columns())
 
 
 def decode_columns(data: Buffer, where: str) -> Index:
-    """Return the index in some bytes.
+    """Return the index that `encode_columns` encoded as these bytes; `where` names their file in errors.
 
     Raises:
         CorruptCheckpoint: The bytes aren't a sound index.
@@ -125,13 +125,13 @@ def decode_columns(data: Buffer, where: str) -> Index:
     return sound_index(columns if isinstance(columns, dict) else {}, where)
 
 
-# The common state is encoded by the common codec.
+# The common state is encoded as a tree of plain values.
 
 BACKEND, VERSION = "zarr", 3
 
 
 def save_common(pending: PendingSave, common: Any) -> Fields:
-    """Write the common tree as an array of bytes, and return its fields of metadata.json."""
+    """Write the common state as an array of bytes. Return the fields of metadata.json that describe its file."""
     data = encode_tree(common, allow_pickle=pending.options.allow_pickle)
     name, document = blob("common", len(data))
     write_blob(pending.storage, name, [memoryview(data)], document, durable=pending.options.durable)
@@ -139,7 +139,7 @@ def save_common(pending: PendingSave, common: Any) -> Fields:
 
 
 def load_own_common(checkpoint: Checkpoint) -> Any:
-    """Return the stored common tree, with holes for shards; an empty tree if another program wrote the arrays."""
+    """Return the common state, with holes in place of shards; an empty dict if another program wrote the arrays."""
     return load_common(checkpoint) if "common" in checkpoint.fields else {}
 
 
@@ -189,10 +189,10 @@ def remove_sharded(checkpoint: Checkpoint, key_prefix: str) -> None:
 
 
 def group_members(checkpoint: Checkpoint) -> dict[str, Document]:
-    """Return the metadata of all arrays and groups, by folder, from the group's zarr.json.
+    """Return the zarr.json of every array and group, by folder, as the outermost group's zarr.json has them.
 
     Raises:
-        CorruptCheckpoint: The file isn't what was saved.
+        CorruptCheckpoint: The outermost group's zarr.json isn't what was saved.
     """
     data, where = read_checked(checkpoint, "group")
     node: Any = parse_json(data, where)
@@ -204,7 +204,7 @@ def group_members(checkpoint: Checkpoint) -> dict[str, Document]:
 
 
 def folders_of(files: Iterable[str]) -> set[str]:
-    """Return the folders of those files whose names are names of chunks.
+    """Return the folders of the chunk files among some files; a chunk file is recognised by its name.
 
     Examples:
         >>> sorted(folders_of(["w/c.0.1", "w/c.0.0", "s/c", "notes/cat.0"]))
@@ -214,7 +214,7 @@ def folders_of(files: Iterable[str]) -> set[str]:
 
 
 def _next_index(folder: str, storage: Storage) -> str:
-    """Return a name for the next index, given the folder of the present one."""
+    """Return the name for the index that replaces the present one, given the present one's folder."""
     match = _INDEX_FOLDER.fullmatch(folder)
     number = int(match["number"] or 0) + 1 if match else 1
     # A late request of an earlier removal may still arrive under the next number, and mustn't replace the new index.

@@ -52,7 +52,7 @@ class ZarrSaving:
 
     Attributes:
         columns: Shards that all ranks write.
-        members: zarr.json of each array by its folder; empty until rank 0 has written the index.
+        members: Metadata (zarr.json) of each array, by folder; empty until rank 0 has written the index.
     """
 
     columns: ShardColumns
@@ -61,11 +61,11 @@ class ZarrSaving:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankFiles:
-    """Files of a rank.
+    """The files that a rank wrote in a save, for the index.
 
     Attributes:
-        files: Name, length in bytes and block hashes of each file; the hashes of shared files are None. The file of the
-            rank's objects comes last, if there is one.
+        files: Name, length in bytes and block hashes of each file; the hashes are None if several ranks wrote the file.
+            If the rank has objects, their file comes last.
         objects: Unique key of each object, its offset in the file of objects, and its length in bytes.
     """
 
@@ -74,15 +74,15 @@ class RankFiles:
 
 
 def write_index(pending: PendingSave, saving: ZarrSaving, rank_files: Sequence[RankFiles]) -> Fields:
-    """Write the index on rank 0, and return its fields of metadata.json.
+    """Write the index on rank 0. Return the fields of metadata.json that name the save and the index file.
 
     Args:
         pending: Save in progress.
-        saving: State of the save, with the shards of all ranks; its `members` are filled.
-        rank_files: Files of each rank.
+        saving: State of the save, with the shards of all ranks; this function sets its `members`.
+        rank_files: Files that each rank wrote, by rank.
 
     Raises:
-        StorageError: Rank 0 doesn't see a file as it was written.
+        StorageError: Rank 0 doesn't see a file, or sees it with another length.
         IntegrityError: Two ranks wrote the same object, or a tensor has the name of an object.
     """
     columns = saving.columns
@@ -130,12 +130,21 @@ def _members(parts: Sequence[ArrayLayout], rank_files: Sequence[RankFiles]) -> d
 
 
 def object_blob(rank: int, length: int, places: Sequence[tuple[str, int, int]]) -> tuple[str, Document]:
-    """Return the name of the file of a rank's objects, and the zarr.json of its array, with each object's place."""
+    """Return the file name and the zarr.json of the array of bytes that holds a rank's objects.
+
+    Args:
+        rank: Rank that writes the objects.
+        length: Length of the array.
+        places: Unique key, offset and length of each object in the array; stored in the attributes of zarr.json.
+    """
     return blob(f"objects/{rank}", length, {OURS: {"objects": [list(place) for place in places]}})
 
 
 def publish(pending: PendingSave, fields: Fields) -> None:
-    """Write the group's zarr.json, with the metadata of all arrays in it, then metadata.json, on rank 0."""
+    """Commit the save on rank 0: write the zarr.json of all groups, then metadata.json.
+
+    The outermost group's zarr.json also holds the metadata of all arrays and groups.
+    """
     # The metadata is consolidated, so that other programs open all arrays by this file.
     members = dict(pending.state.members) if isinstance(pending.state, ZarrSaving) else {}
     common = fields.get("common")
@@ -193,7 +202,7 @@ def save_sharded(pending: PendingSave, shards: Sequence[ShardedTensor | ShardedO
 
 
 def _all_writes(pending: PendingSave, tensors: Sequence[ShardedTensor]) -> tuple[ShardColumns, Column]:
-    """Return the rows that all ranks write, and each row's number among this rank's tensors; -1 if another rank's."""
+    """Return the shards that all ranks write, and the index of each in this rank's `tensors`; -1 for other ranks'."""
     if pending.world.size == 1:
         columns = shard_columns(tensors)
         check_stored_shards(columns)
@@ -256,7 +265,7 @@ def _write(pending: PendingSave, work: Work, tensors: Sequence[ShardedTensor]) -
 def _write_objects(
     pending: PendingSave, work: Work
 ) -> tuple[tuple[str, int, NDArray[np.uint64] | None], tuple[tuple[str, int, int], ...]]:
-    """Write a rank's objects as an array of bytes, and return its file and the places of the objects in it."""
+    """Write a rank's objects as one array of bytes. Return entries for `RankFiles.files` and `RankFiles.objects`."""
     places, begin = [], 0
     for unique_key, data in work.objects:
         places.append((unique_key, begin, len(data)))
@@ -273,7 +282,7 @@ def _names(work: Work) -> list[str]:
 
 
 def _abandon(pending: PendingSave, work: Work) -> None:
-    """Remove the files of a failed save, so that a full disk has room for the next one. Never raises."""
+    """Remove this rank's files of a failed save, so that a full disk has room for the next save. Never raises."""
     storage = pending.storage
     with abandoning(storage.where()):
         if storage.length(METADATA_FILE) is not None:

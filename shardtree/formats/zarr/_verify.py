@@ -50,7 +50,7 @@ _METADATA = "metadata of arrays, which has no checksum: it must be sound, and fi
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Chunk:
-    """A chunk file, and its cell in the grid of its array."""
+    """A chunk file, and its index in the array's grid of files."""
 
     array: StoredArray
     cell: Shape
@@ -60,7 +60,12 @@ class _Chunk:
         return self.array.file_name(self.cell)
 
     def damage(self, what: str, end: int = 0) -> Damage:
-        """Return the finding that the file is damaged, with the box of the tensor that the file has."""
+        """Return the finding that the file is damaged, with the region of the tensor that it stores.
+
+        Args:
+            what: Description of the damage.
+            end: End of the damaged byte range, which begins at 0; 0 for the whole file.
+        """
         low = tuple(at * step for at, step in zip(self.cell, self.array.step, strict=True))
         high = tuple(min(at + step, size) for at, step, size in zip(low, self.array.step, self.array.box, strict=True))
         region = Region(self.array.key, low, high) if self.array.shape else Region(self.array.key, (), ())
@@ -68,7 +73,11 @@ class _Chunk:
 
 
 def _group_findings(checkpoint: Checkpoint, group: Group) -> tuple[Finding, ...]:
-    """Return the findings about chunk files: missing, of another length, not decodable, or without a checksum."""
+    """Return the findings about the chunk files of another program's arrays, and about the arrays' metadata.
+
+    A chunk file is damaged if it has a wrong length or can't be decoded, or if it is missing and the array has no fill
+    value. Files without a checksum codec are reported as unchecked.
+    """
     findings: list[Finding] = []
     chunks: list[_Chunk] = []
     for array in group.arrays:
@@ -112,13 +121,13 @@ def _check_chunk(checkpoint: Checkpoint, chunk: _Chunk) -> list[Finding]:
 
 
 def _index_span(array: StoredArray, length: int) -> tuple[tuple[int, int], ...]:
-    """Return the byte range of the index in a file with inner chunks, if it has a CRC."""
+    """Return the byte ranges with a checksum in a file with inner chunks: their index if it has a CRC, else none."""
     size = index_bytes(array)
     return (((0, size) if array.index_first else (length - size, length)),) if array.index_checked else ()
 
 
 def _check_packed(checkpoint: Checkpoint, chunk: _Chunk, length: int) -> list[Finding]:
-    """Decode a file, which checks the checksums of its codecs, and return the findings."""
+    """Decode a compressed or otherwise encoded chunk file, which checks its codecs' checksums; return the findings."""
     storage, array = checkpoint.storage, chunk.array
     unread = [Unchecked(chunk.name, "chunks that can't be decoded on this machine", length)]
     try:
@@ -155,7 +164,10 @@ def _metadata(storage: Storage) -> Iterator[Unchecked]:
 
 
 def _object_findings(checkpoint: Checkpoint, group: Group) -> Iterator[Finding]:
-    """Yield the findings about Megatron-Core's old objects: records with another CRC, or without one."""
+    """Yield the findings about files of objects in Megatron-Core's old format.
+
+    A file is a torch archive: damaged if the CRC of an archive entry differs, unchecked where entries have no CRC.
+    """
     for number in group.index.object_file.tolist():
         name = group.index.file(number).name
         try:
@@ -173,7 +185,7 @@ def _object_findings(checkpoint: Checkpoint, group: Group) -> Iterator[Finding]:
 
 
 def verify_files(checkpoint: Checkpoint) -> tuple[Finding, ...]:
-    """Return the findings about a folder: small files are checked as wholes, chunk files by block.
+    """Return the findings about a checkpoint's folder, from comparing its files with hashes of whole files or blocks.
 
     Files that several ranks wrote have no hashes, nor do arrays of other programs, such as Megatron-Core's. Damage of
     these is found if a file is missing or cut, can't be decoded, or fails a codec's own checksum.
@@ -199,7 +211,10 @@ def verify_files(checkpoint: Checkpoint) -> tuple[Finding, ...]:
 
 
 def _beside_common(checkpoint: Checkpoint) -> Iterator[Unchecked]:
-    """Yield the zarr.json of a common state as unchecked if the shards have another format: no group lists it then."""
+    """Yield the common state's zarr.json as unchecked, for a checkpoint whose shards have another format.
+
+    No group's zarr.json has a copy of it there, so that nothing can be compared with it.
+    """
     name = f"{checked_name(checkpoint, 'common').rpartition('/')[0]}/{NODE_FILE}"
     length = checkpoint.storage.length(name) if "common" in checkpoint.fields else None
     if length:
@@ -207,7 +222,7 @@ def _beside_common(checkpoint: Checkpoint) -> Iterator[Unchecked]:
 
 
 def _documents(checkpoint: Checkpoint) -> Iterator[Finding]:
-    """Compare each zarr.json with its copy in the group's zarr.json, and yield damaged and checked files."""
+    """Compare each zarr.json with its copy in the outermost group's zarr.json, and yield damaged and checked files."""
     findings = list(whole_file_findings(checkpoint, "group"))
     yield from findings
     if is_damaged(findings):

@@ -1,7 +1,7 @@
 """A `StorageReader` and a `StorageWriter` by which torch.distributed.checkpoint (DCP) loads and saves our checkpoints.
 
 Unlike most modules of `shardtree.interop`, this one imports its library at once, since its classes derive from the
-library's. It is imported when it is first asked for.
+library's. It is itself imported on first access.
 """
 
 from ._reader import CheckpointReader

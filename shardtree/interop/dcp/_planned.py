@@ -1,4 +1,4 @@
-"""Helpers of the reader and the writer: DCP's names of plain values, and checks of the boxes in its plans."""
+"""Helpers of the reader and the writer: the names that DCP gives to plain values, and checks of boxes in its plans."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..dtensor import from_dtensors
 
 
 def named(directory: Directory | None) -> Directory:
-    """Return the place of the checkpoint; raise if none is named."""
+    """Return the checkpoint's path, URL or storage; raise MetadataError if it is None."""
     if directory is None:
         fix = "Pass checkpoint_id= to DCP's call, or checkpoint_dir to the reader or writer."
         raise MetadataError(error_text("dcp: no checkpoint is named", fix=fix))
@@ -26,10 +26,13 @@ def named(directory: Directory | None) -> Directory:
 
 
 def flattened(common: Any) -> tuple[dict[str, Any], dict[str, TreePath]]:
-    """Return plain values by name, and their paths, as DCP flattens a state.
+    """Flatten a common state as DCP flattens a state.
 
     Args:
         common: Common state, whose lists have holes in place of tensors.
+
+    Returns:
+        ``(values, paths)``: the plain values by the names that DCP gives them, and the path of each in the state.
     """
     pairs, rebuild = flatten_with_paths(common if isinstance(common, Mapping) else {})
     # DCP names the entries of a list by their positions if there is a tensor among them.
@@ -53,12 +56,12 @@ def _box(shard: ShardedBase) -> Box | None:
 
 
 def refuse_other_boxes(what: str, planner: Any, boxes: Sequence[tuple[str, Box]]) -> None:
-    """Raise UnsupportedValue if a rank's part of a DTensor isn't the box that DCP assumes.
+    """Raise UnsupportedValue if this rank's part of a DTensor isn't the box that DCP assumes.
 
     Args:
-        what: Name of the call.
+        what: Name of the call, for the error.
         planner: DCP's planner; nothing is checked unless it keeps the state, as DCP's default planner does.
-        boxes: Names of the tensors in this rank's plan, each with the box that DCP assumes for the rank's part.
+        boxes: Name of each tensor in this rank's plan, with the box that DCP assumes for the rank's part.
     """
     kept = getattr(planner, "state_dict", None)
     state: Mapping[str, Any] = kept if isinstance(kept, Mapping) else {}

@@ -47,8 +47,8 @@ class _Contents:
     Attributes:
         checkpoint: The open checkpoint; None until it is opened.
         shards: Stored tensors and objects, without data.
-        values: Plain values, flattened by DCP's own rule.
-        paths: Paths of the plain values in the common state.
+        values: Plain values of the common state, flattened as DCP flattens a state.
+        paths: Path of each plain value in the common state.
     """
 
     checkpoint: Checkpoint | None = None
@@ -111,13 +111,13 @@ class CheckpointReader(StorageReader):
         self._error: CheckpointingException | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Read from another checkpoint from now on, if one is named."""
+        """Read from the checkpoint `checkpoint_id` from now on; None keeps the present one."""
         if checkpoint_id is not None:
             self.checkpoint_dir = checkpoint_id
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return whether a path has a checkpoint that shardtree can open."""
+        """Return whether the path is that of a checkpoint that shardtree can open."""
         return is_checkpoint(checkpoint_id)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -152,7 +152,7 @@ class CheckpointReader(StorageReader):
         return _Contents(tree.checkpoint, shards, values, paths)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Raise the error of `read_metadata`, if it failed."""
+        """Raise the error that `read_metadata` caught, if any."""
         if self._error is not None:
             raise self._error
 
@@ -165,7 +165,7 @@ class CheckpointReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read all items of a rank's plan together, and hand them to the planner; the future is done."""
+        """Read all items of a rank's plan together, and hand them to the planner; return a future that is done."""
         tensors = {number: item for number, item in enumerate(plan.items) if item.type is LoadItemType.TENSOR}
         refuse_other_boxes("dcp.load", planner, [(item.dest_index.fqn, _read_box(item)) for item in tensors.values()])
         # A planner that transforms tensors returns new memory at each call, so that each tensor is resolved once.
@@ -185,7 +185,10 @@ class CheckpointReader(StorageReader):
         return done(None)
 
     def _target(self, item: ReadItem, memory: torch.Tensor | None) -> ShardedBase | None:
-        """Return the target leaf of an item; None for a value of the common state."""
+        """Return the shard or object by which `load` reads an item of DCP's plan; None for a value of the common state.
+
+        A shard's data is `memory`, which DCP's planner gave for the item.
+        """
         shard = self._contents.shards.get(item.storage_index.fqn)
         if not isinstance(shard, ShardedTensor) or memory is None:
             return shard
@@ -210,7 +213,7 @@ class CheckpointReader(StorageReader):
 
 
 def _stored_name(name: str, shard: ShardedBase) -> str:
-    """Return the key of a shard, or, for an object in an array of several, the name of its cell."""
+    """Return the name of a stored value for DCP: its key, or the unique key of an object in an array of several."""
     alone = not isinstance(shard, ShardedObject) or prod(shard.global_shape) == 1
     return shard.key if alone else name
 
@@ -224,7 +227,7 @@ def _entry(value: Any) -> TensorStorageMetadata | BytesStorageMetadata:
 
 
 def _archive(value: Any) -> io.BytesIO:
-    """Return a decoded value as bytes for DCP's planner, which may unpickle them safely, since they are made here."""
+    """Return a value as a torch.save archive, which DCP's planner unpickles. That is safe: the bytes are made here."""
     archive = io.BytesIO()
     torch.save(value, archive)
     archive.seek(0)

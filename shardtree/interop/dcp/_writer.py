@@ -77,7 +77,7 @@ class CheckpointWriter(StorageWriter):
         self.options = options
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Save to another place from now on, if one is named."""
+        """Save to the path or URL `checkpoint_id` from now on; None keeps the present one."""
         if checkpoint_id is not None:
             self.checkpoint_dir = checkpoint_id
 
@@ -101,11 +101,11 @@ class CheckpointWriter(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Return the plans, each with the number of ranks, which tells `write_data` whether the save is ``no_dist``."""
+        """Return the plans with the number of ranks added, by which `write_data` recognises a ``no_dist`` save."""
         return [replace(plan, storage_data=len(plans)) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Save and commit the checkpoint together with the other ranks; the future is done."""
+        """Save and commit the checkpoint together with the other ranks; return a future that is done."""
         world = self._world(plan.storage_data)
         shards, archives = agree(world, "dcp.save: resolve", partial(_resolved, plan, planner))
         gathered = world.gather(archives, {})
@@ -146,7 +146,7 @@ def _nothing(common: Any) -> dict[str, Any]:
 
 
 def _resolved(plan: SavePlan, planner: Any) -> tuple[dict[str, list[ShardedTensor]], _Archives]:
-    """Return the shards that a rank writes, by name, and its plain values."""
+    """Return the shards and the encoded plain values in a rank's plan, both by name, with data from DCP's planner."""
     tensors = [item for item in plan.items if item.type is not WriteItemType.BYTE_IO]
     refuse_other_boxes("dcp.save", planner, [(item.index.fqn, _write_box(item)) for item in tensors])
     shards: dict[str, list[ShardedTensor]] = {}
@@ -168,10 +168,10 @@ def _write_box(item: WriteItem) -> Box:
 
 
 def _common(world: World, gathered: Sequence[_Archives]) -> dict[str, Any]:
-    """Return the common state on rank 0, an empty one on the others.
+    """Return the common state with all ranks' plain values on rank 0, an empty dict on the other ranks.
 
-    A value keeps its path in the state if DCP's load finds it there again; otherwise it is stored under its name, since
-    positions in a list that also holds tensors would be lost.
+    A value keeps its path in the state if a load by DCP would give it the same name again. Otherwise, as in a list that
+    also holds tensors, its position would be lost, and it is stored under its name.
     """
     if world.rank != 0:
         return {}
@@ -193,7 +193,7 @@ def _common(world: World, gathered: Sequence[_Archives]) -> dict[str, Any]:
 
 
 def _nested(values: Mapping[TreePath, Any]) -> Any:
-    """Return values as nested dicts and lists; positions of a list without a value are None."""
+    """Return values as nested dicts and lists, given their paths; list positions without a value become None."""
     if () in values:
         return values[()]
     children: dict[Any, dict[TreePath, Any]] = {}

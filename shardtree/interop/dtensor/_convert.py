@@ -140,7 +140,10 @@ def to_dtensors(tree: Any, like: Any) -> Any:
 
 
 def _dtensor(path: TreePath, leaf: Any, like: Any) -> Any:
-    """Return a leaf as a DTensor like another one, or unchanged if `like` is None."""
+    """Return a leaf's local tensor as a DTensor with the mesh, placements and shape of the DTensor `like`.
+
+    If `like` is None, the leaf is returned unchanged.
+    """
     if like is None:
         return leaf
     local = leaf.data if isinstance(leaf, ShardedBase) else leaf
@@ -161,7 +164,10 @@ def _dtensor(path: TreePath, leaf: Any, like: Any) -> Any:
 
 
 def _make_dtensor(local: torch.Tensor, like_local: torch.Tensor, like: Any) -> Any:
-    """Return the DTensor on the mesh's kind of device, or, with CPU offload, on the device of `like`."""
+    """Return a DTensor with the mesh, placements and shape of `like`, and another local tensor.
+
+    It is on the mesh's kind of device, unless CPU offload keeps `like` on another device: then it is there too.
+    """
     from torch.distributed.tensor import DTensor
 
     mesh = like.device_mesh
@@ -184,15 +190,15 @@ def dtensor_layout(
 ) -> ShardColumns:
     """Return all ranks' shards of a tree's DTensors, as columns that every rank computes alike without communication.
 
-    With the result as ``layout=``, `save` and `load` exchange no layouts. The arguments and errors are those
-    of `from_dtensors`, whose trees on all ranks have these shards; local tensors aren't accessed.
+    With the result as ``layout=``, `save` and `load` exchange no layouts. The shards are those that `from_dtensors`
+    returns on all ranks for the same arguments, and so are the errors. Local tensors aren't accessed.
 
     Args:
         tree: Tree of DTensors, also on the meta device.
-        key: Argument of `from_dtensors`.
-        within: Argument of `from_dtensors`.
-        strided: Argument of `from_dtensors`.
-        replicated: Argument of `from_dtensors`.
+        key: Function that returns the key of the tensor at a path, as for `from_dtensors`.
+        within: DeviceMesh whose ranks all hold this tree, as for `from_dtensors`.
+        strided: Meaning of a `_StridedShard`, as for `from_dtensors`.
+        replicated: Function that returns whether a plain tensor becomes a shard, as for `from_dtensors`.
 
     Examples:
         >>> len(dtensor_layout({"step": 3}))

@@ -1,4 +1,4 @@
-"""`load_module`, which fills a module's parameters and buffers, however they are cut, from a checkpoint by name."""
+"""`load_module`, which fills a module's parameters and buffers, whole or sharded, from a checkpoint by name."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class ModuleKeys:
         unused: Sorted keys of stored tensors that the module has no name for, or that its `load_state_dict` doesn't
             take.
         kept: Sorted keys of other values that aren't stored, and that the module keeps: extra states without tensors,
-            and the counter that a batch norm lacks in an old checkpoint.
+            and a batch norm's `num_batches_tracked`, which old checkpoints lack.
     """
 
     missing: tuple[str, ...]
@@ -153,16 +153,16 @@ def load_module(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Loading:
-    """A module, and the values that are stored for it.
+    """A load of a module in progress: its names matched with stored values.
 
     Attributes:
         module: The module.
         keys: Stored key of each name in `state_dict`, and of each further name that `load_state_dict` looks for.
-        extras: Entries of its `state_dict` that are neither parameters nor buffers, by name.
+        extras: Entries of the module's `state_dict` that are neither parameters nor buffers, by name.
         hidden: Names of parameters and buffers that a hook leaves out of `state_dict`.
-        entries: Stored values by name.
+        entries: Stored values, not read yet, by name.
         common: Values of the common state, by stored key.
-        walk: Walk over the module, with the entries that it takes.
+        walk: State of the walk over the module and its children, which records the entries that they load.
     """
 
     module: torch.nn.Module
@@ -175,7 +175,17 @@ class _Loading:
 
 
 def _begin(module: torch.nn.Module, source: ModuleSource, key: Callable[[str], str], shapes: Shapes) -> _Loading:
-    """Return the state of a load that has matched names and read no tensor yet."""
+    """Match a module's names with stored keys, and return the load; no tensor is read yet.
+
+    Args:
+        module: Module to load.
+        source: Checkpoint, and how to read it.
+        key: Function from a name in `state_dict` to the stored key.
+        shapes: Shapes of stored tensors, and None for objects, by stored key.
+
+    Raises:
+        UnsupportedValue: A tensor of the module has no memory (meta device).
+    """
     state = module.state_dict(keep_vars=True)
     named_tensors = dict(all_tensors(module))
     tensors = {name: tensor for name, tensor in named_tensors.items() if not is_lazy(tensor)}
@@ -206,7 +216,14 @@ def _begin(module: torch.nn.Module, source: ModuleSource, key: Callable[[str], s
 
 
 def _common_of(source: ModuleSource, lacking: set[str], shapes: Shapes, *, any_tensor: bool) -> dict[str, Any]:
-    """Return the common state's values of lacking keys; with `any_tensor` also its tensors, for hooks that rename."""
+    """Return the values that the common state has for keys that aren't stored as shards, by key.
+
+    Args:
+        source: Checkpoint, and how to read it.
+        lacking: Stored keys of the module's names that aren't stored as shards.
+        shapes: Shapes of stored tensors, and None for objects, by stored key.
+        any_tensor: Whether all tensors of the common state are returned, since a hook may know them by other names.
+    """
     if not (lacking or any_tensor):
         return {}
 
@@ -217,7 +234,11 @@ def _common_of(source: ModuleSource, lacking: set[str], shapes: Shapes, *, any_t
 
 
 def _load_hooked(loading: _Loading) -> None:
-    """Let modules with hooks of their own load themselves, and record what the other modules take."""
+    """Walk over the module: let modules with hooks of their own load themselves, and record the loads of the others.
+
+    Raises:
+        ShapeError: A module's own `load_state_dict` reports errors.
+    """
     module, state = loading.module, loading.walk
     if overrides_loading(module):
         load_by_override(module, loading.entries, state)
@@ -230,7 +251,14 @@ def _load_hooked(loading: _Loading) -> None:
 
 
 def _report(loading: _Loading, found: IncompatibleKeys, shapes: Shapes, *, strict: bool) -> ModuleKeys:
-    """Return the keys without a counterpart, or raise if they are an error."""
+    """Return the keys that only the module or only the checkpoint has.
+
+    Args:
+        loading: Load whose names are matched.
+        found: Names that the walk over the module reports as missing or unexpected.
+        shapes: Shapes of stored tensors, and None for objects, by stored key.
+        strict: Whether missing values raise KeyMismatch.
+    """
     extras = loading.extras
     # Torch itself reports missing extra states, and hooks may have changed its report.
     others = (name for name in extras if name.rpartition(".")[2] != EXTRA_STATE)
@@ -268,7 +296,7 @@ def _refuse_missing(missing: Mapping[str, str], loading: _Loading, shapes: Shape
 
 
 def _unused(loading: _Loading, unexpected: Iterable[str], shapes: Shapes) -> tuple[str, ...]:
-    """Return the sorted keys of stored tensors that have no name in the module, or whose name it doesn't take."""
+    """Return the sorted keys of stored tensors that the module has no name for, or reports as `unexpected`."""
     entries, moved = loading.entries, loading.walk.moved
     spare = {moved.get(name) or (entries[name].key if name in entries else name) for name in unexpected}
     tensors = {key for key, shape in shapes.items() if shape is not None}

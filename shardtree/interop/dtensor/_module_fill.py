@@ -1,4 +1,4 @@
-"""Stored values, read into a module's tensors or for hooks that ask for them."""
+"""Reads of stored values into a module's tensors, or for hooks that ask for them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ._placed import Strided, is_dtensor
 
 @dataclass(frozen=True, eq=False)
 class ModuleSource:
-    """A checkpoint, and how to read it, in fields that are arguments of `load_module`."""
+    """A checkpoint, and how to read it; the fields are arguments of `load_module`."""
 
     checkpoint_dir: Directory
     cast: bool
@@ -38,17 +38,17 @@ class ModuleSource:
 
     @cached_property
     def tree(self) -> OpenCheckpoint:
-        """The open checkpoint, which this rank reads by itself."""
+        """The checkpoint, opened by this rank alone."""
         return open_checkpoint(self.checkpoint_dir, strategies=self.strategies, options=self.options)
 
     @cached_property
     def objects(self) -> Mapping[str, str]:
-        """Names of the open checkpoint's objects, by key; one name for several cells with the same key."""
+        """Unique key of a stored object, by its key; only one of them if several objects have the same key."""
         return {shard.key: name for name, shard in self.tree.metadata.items() if isinstance(shard, ShardedObject)}
 
 
 def stored_shapes(source: ModuleSource) -> dict[str, tuple[int, ...] | None]:
-    """Return the shape of each stored tensor by key, and None for each object that is the only one of its key."""
+    """Return the shape of each stored tensor by key, and None for each object that is the only one with its key."""
     shards = load_sharded_metadata(source.checkpoint_dir, strategies=source.strategies, options=source.options).values()
     tensors = {shard.key: shard.global_shape for shard in shards if isinstance(shard, ShardedTensor)}
     objects = (shard for shard in shards if not isinstance(shard, ShardedTensor))
@@ -58,7 +58,14 @@ def stored_shapes(source: ModuleSource) -> dict[str, tuple[int, ...] | None]:
 def common_values(
     source: ModuleSource, wanted: Callable[[str, Any], bool], stored_keys: Sequence[str]
 ) -> dict[str, Any]:
-    """Return the wanted values of the common state by key; none if reading it would run pickled code."""
+    """Return the wanted values of the common state, by key; none if the common state can't be read safely.
+
+    Args:
+        source: Checkpoint, and how to read it.
+        wanted: Function that returns whether the value with a key is wanted.
+        stored_keys: Keys of the tensors that are stored as shards. A dict or list with such a tensor in it is left out,
+            as the common state has only a part of it.
+    """
     with suppress(UnsafeFile, UnsupportedValue):
         tree = load_common_state_dict(source.checkpoint_dir, strategies=source.strategies, options=source.options)
         values = {name: value for name, value in _by_key(tree) if wanted(name, value)}
@@ -73,7 +80,10 @@ def common_values(
 
 
 def _by_key(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield dicts, lists and their contents by key, since an extra state may be a dict or list."""
+    """Yield each value in nested dicts and lists with its path, joined by dots.
+
+    Inner dicts and lists are yielded too, since an extra state may be one.
+    """
     children = tree.items() if isinstance(tree, Mapping) else enumerate(tree) if isinstance(tree, (list, tuple)) else ()
     for entry, child in children:
         if child is not HOLE:
@@ -85,7 +95,13 @@ def _by_key(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def target_of(source: ModuleSource, names: Named, common: Mapping[str, Any], world: World) -> dict[str, Any]:
-    """Return the target of the load: this rank's shards, by stored key.
+    """Return the target for `load`: this rank's shards of the tensors to fill, by stored key.
+
+    Args:
+        source: Checkpoint, and how to read it.
+        names: Tensors to fill or to compare, by stored key.
+        common: Values of the common state, by stored key; tensors with these keys aren't in the target.
+        world: World of the ranks that load.
 
     Raises:
         MetadataError: The module has plain tensors, and this rank isn't in the mesh `within`.
@@ -113,7 +129,7 @@ def target_of(source: ModuleSource, names: Named, common: Mapping[str, Any], wor
 
 
 def loader_of(source: ModuleSource) -> Callable[..., Any]:
-    """Return `load` with the source's arguments."""
+    """Return the function `load` with the arguments that a source gives: path, strategies and options."""
     return partial(
         load,
         checkpoint_dir=source.checkpoint_dir,
@@ -126,7 +142,7 @@ def loader_of(source: ModuleSource) -> Callable[..., Any]:
 
 
 def fill_alone(source: ModuleSource, common: Mapping[str, Any], fills: Sequence[Fill]) -> None:
-    """Fill tensors without the other ranks."""
+    """Fill tensors by a load of this rank alone, for a hook that may look at them before all ranks load together."""
     if not fills:
         return
     names, alone = by_stored_key(fills), one_process()
@@ -137,7 +153,17 @@ def fill_alone(source: ModuleSource, common: Mapping[str, Any], fills: Sequence[
 
 
 def deliver(names: Named, values: Mapping[str, Any], *, cast: bool) -> None:
-    """Copy values that aren't in their tensor's memory yet, and raise if the stored keys of a tensor disagree."""
+    """Copy loaded values to tensors that weren't filled in place, and compare the values stored for tied tensors.
+
+    Args:
+        names: Tensors to fill, to compare and to copy to.
+        values: Loaded local tensors, and values of the common state, by stored key.
+        cast: Whether dtypes are converted.
+
+    Raises:
+        ShapeError: A value has another shape or dtype than its tensor.
+        IntegrityError: Different values are stored for the names of one tensor.
+    """
     for name, tensor in names.targets.items():
         local = local_tensor(tensor)
         # A part of several boxes was merged in other memory. A rank outside a tensor's mesh has no value for it.
@@ -158,7 +184,7 @@ def deliver(names: Named, values: Mapping[str, Any], *, cast: bool) -> None:
 def _check_fits(name: str, value: torch.Tensor, shape: torch.Size, dtype: torch.dtype, *, cast: bool) -> None:
     if value.shape != shape or (value.dtype != dtype and not cast):
         found, expected = f"{tuple(value.shape)} {value.dtype}", f"{tuple(shape)} {dtype}"
-        fix = "Where only dtypes differ, pass cast=True."
+        fix = "If only the dtypes differ, pass cast=True."
         raise ShapeError(error_text(f"load_module: {name!r} doesn't fit", found=found, expected=expected, fix=fix))
 
 
@@ -174,14 +200,14 @@ def read_value(
     name: str,
     stored: UnreadValue,
 ) -> Any:
-    """Return a stored value for a module's own loading, which copies it into a tensor.
+    """Return the stored value that a module with hooks of its own asks for while it loads itself.
 
-    A value for a parameter or buffer has the stored dtype; another tensor has the dtype that it has in `state_dict`. A
-    DTensor gets a DTensor with the same placements; other values for a module of DTensors are replicated on their mesh,
-    since torch doesn't mix DTensors and plain tensors.
+    The value for a parameter or buffer has the stored dtype. Another tensor is converted to the dtype that it has in
+    `state_dict`. The value for a DTensor is a DTensor with the same placements. Other tensors for a module of DTensors
+    are replicated on their mesh, since torch doesn't mix DTensors and plain tensors.
 
     Args:
-        source: The checkpoint.
+        source: Checkpoint, and how to read it.
         common: Values of the common state, by stored key.
         tensors: Tensors that `load_state_dict` fills, by name.
         dtypes: Dtypes of other tensors of the module's `state_dict`, by name.
@@ -211,7 +237,7 @@ def read_value(
 
 
 def _refuse_without_scales(source: ModuleSource, key: str, dtype: torch.dtype) -> None:
-    """Raise if a hook asks for another dtype of values that need the scales stored beside them."""
+    """Raise ShapeError if values that a hook wants converted need the scales that are stored beside them."""
     stored = source.tree.metadata
     if not plain_matcher("load_module", source.plain, stored.keys)(key):
         dtypes = those_of({name: shard.dtype for name, shard in stored.items() if isinstance(shard, ShardedTensor)})

@@ -1,4 +1,4 @@
-"""A module's load hooks: torch's, which are known by name, and the module's own."""
+"""Load hooks of a module: torch's hooks are known by name, all others count as the module's own."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def loads_itself(module: torch.nn.Module, entries: Mapping[str, Any], prefix: st
 
 
 def own_hooks(module: torch.nn.Module) -> list[str]:
-    """Return the names of a module's load hooks that aren't torch's, without post-hooks.
+    """Return the names of a module's load pre-hooks, and of its `_load_from_state_dict`, unless they are torch's own.
 
     Examples:
         >>> own_hooks(torch.nn.BatchNorm1d(2))
@@ -78,7 +78,7 @@ def _identity(function: Any) -> tuple[Any, Any]:
 
 
 def name_of(function: Any) -> str:
-    """Return the name of a hook or method for errors."""
+    """Return the name of a hook or method, for errors."""
     _, name = _identity(function)
     return str(name) if name is not None else type(function).__name__
 

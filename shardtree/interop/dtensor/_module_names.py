@@ -1,4 +1,4 @@
-"""A module's tensors by the names that `load_state_dict` looks for, and by stored key, each memory once."""
+"""A module's tensors by the names that `load_state_dict` looks for, and by stored key, with tied tensors once."""
 
 from __future__ import annotations
 
@@ -70,13 +70,13 @@ def all_tensors(module: torch.nn.Module, prefix: str = "") -> Iterator[tuple[str
 def stored_by_name(
     keys: Mapping[str, str], key: Callable[[str], str], stored: Mapping[str, UnreadValue], hooked: Iterable[str]
 ) -> dict[str, UnreadValue]:
-    """Return the stored values by the names of a module's state dict.
+    """Return the stored values by the names that they have in a module's state dict.
 
     Args:
-        keys: Stored key of each known name.
+        keys: Stored key of each known name of the module.
         key: Function from a name to its stored key.
-        stored: Stored values, by key.
-        hooked: Prefixes of modules whose hooks may know further names.
+        stored: Stored values, by stored key.
+        hooked: Prefixes of modules whose hooks may look for further names.
     """
     if key is str:
         return dict(stored)
@@ -104,12 +104,14 @@ def _has_key(key: Callable[[str], str], name: str, stored_key: str) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Named:
-    """A module's tensors by stored key.
+    """A module's tensors in three groups: to fill, to compare, and to copy to. Tied tensors share memory, and are one.
 
     Attributes:
-        targets: Tensors by stored key; each memory once, under the first of its keys.
-        aliases: Tensors by each further stored key, if they have several.
-        copies: Pairs of a filled tensor and a tensor in other memory that has the same stored key.
+        targets: Tensors to fill, by the first of their stored keys.
+        aliases: The same tensors by each further stored key, for tied tensors that have several. The values stored
+            there are only compared.
+        copies: Pairs ``(filled, other)`` of tensors in different memory with the same stored key: the first is copied
+            to the second.
     """
 
     targets: Tensors
@@ -118,7 +120,7 @@ class Named:
 
 
 def by_stored_key(fills: Iterable[Fill]) -> Named:
-    """Return the tensors that are filled, by stored key.
+    """Group a load's tensors into those to fill, to compare and to copy to: some share their memory or a stored key.
 
     Raises:
         KeyMismatch: Tensors that differ in shape, dtype or placements have the same stored key.
@@ -137,7 +139,13 @@ def by_stored_key(fills: Iterable[Fill]) -> Named:
 def _sort_out(
     stored_keys: Mapping[Any, list[str]], tensors: Mapping[Any, torch.Tensor], names: Mapping[Any, list[str]]
 ) -> Named:
-    """Return the tensors to fill, the aliases to compare and the copies to make, given each memory's stored keys."""
+    """Return the tensors to fill, the aliases to compare and the copies to make.
+
+    Args:
+        stored_keys: Stored keys of each tensor, by an identity of its memory, as in the other arguments.
+        tensors: Tensors to fill.
+        names: Names of each tensor in `load_state_dict`.
+    """
     targets, aliases, copies = Tensors(), Tensors(), list[tuple[torch.Tensor, torch.Tensor]]()
     holder: dict[str, Any] = {}
     for memory, keys in stored_keys.items():
@@ -155,7 +163,14 @@ def _sort_out(
 
 
 def _refuse_unlike(key: str, tensors: Tensors) -> None:
-    """Raise unless each rank can copy its part of the first of two tensors into its part of the second."""
+    """Raise KeyMismatch unless two tensors with the same stored key have equal shapes, dtypes and placements.
+
+    Only then can each rank copy its part of the first tensor to its part of the second.
+
+    Args:
+        key: Stored key of both tensors.
+        tensors: The two tensors, by name.
+    """
     kinds = []
     for tensor in tensors.values():
         local, cut = local_tensor(tensor), (getattr(tensor, name, None) for name in ("device_mesh", "placements"))
@@ -171,12 +186,14 @@ def _refuse_unlike(key: str, tensors: Tensors) -> None:
 
 
 def unfilled(tensors: Tensors, missing: Iterable[str], keys: Mapping[str, str]) -> dict[str, str]:
-    """Return the stored keys of each tensor that is stored under none of its names, by one of these names.
+    """Return the module's tensors that are stored under none of their names.
+
+    The result has one name of each tensor, and the stored keys of all its names as a text, such as "a = b".
 
     Args:
         tensors: The module's tensors by all of their names.
         missing: Names that aren't stored.
-        keys: Stored keys by name.
+        keys: Stored key of each name.
     """
     absent = dict.fromkeys(missing)
     names: dict[Any, list[str]] = {}
@@ -206,7 +223,7 @@ def overlapping(tensors: Tensors) -> list[str]:
 
 
 def _memory_of(tensor: torch.Tensor) -> Any:
-    """Return an identity that two parameters share if they are one object, or the same view of one memory."""
+    """Return an identity of a tensor's memory: equal for one and the same object, or the same view of one memory."""
     is_apart = hasattr(tensor, "placements") or is_lazy(tensor) or tensor.is_meta or is_wrapper(tensor)
     if is_apart or tensor.layout is not torch.strided:
         return id(tensor)

@@ -99,7 +99,10 @@ def module_tensors(tree: Any, module: torch.nn.Module) -> dict[str, torch.Tensor
 
 
 def _as_leaf(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return a tensor, made a leaf that requires a gradient if the module's own does and this one doesn't yet."""
+    """Return a tensor that requires a gradient if the module's tensor `like` does, and if its dtype can have one.
+
+    A tensor that doesn't require a gradient yet is detached, so that it is a leaf.
+    """
     if tensor.requires_grad or not like.requires_grad or not (tensor.is_floating_point() or tensor.is_complex()):
         return tensor
     return tensor.detach().requires_grad_()

@@ -1,7 +1,8 @@
-"""The walk of `torch.nn.Module.load_state_dict` over a module, with hooks run in the same order.
+"""The walk of `torch.nn.Module.load_state_dict` over a module and its children, with hooks run in the same order.
 
-The entries that a module without hooks of its own takes are recorded, and filled later, all at once and from the bytes
-of this rank's part. Any other module loads itself, from a state dict that reads values when they are asked for.
+For a module without load hooks of its own, the walk records which stored values go into which tensors. These tensors
+are filled later, all at once, and each rank reads only the bytes of its own part. Any other module runs its own loading
+code, on a state dict that reads a value at the first access.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ else:
 
 
 class StoredState(_State):
-    """A state dict whose stored values are read when they are asked for, and kept, since hooks change them in place.
+    """A state dict that reads a stored value at the first access, and keeps it, since hooks may change it in place.
 
     Examples:
         >>> state = StoredState({"w": UnreadValue("w", (2,)), "b": 1}, lambda name, stored: f"{name} was read")
@@ -76,19 +77,19 @@ class StoredState(_State):
         return OrderedDict.__len__(self)
 
     def copy(self) -> OrderedDict[str, Any]:  # type: ignore[override]
-        """Return the values as an ordinary state dict."""
+        """Return the values as an ordinary state dict, after reading all of them."""
         return OrderedDict(self.items())
 
     def __reduce__(self) -> Any:
         return OrderedDict, ([*self.items()],)
 
     def entries(self) -> dict[str, Any]:
-        """Return the values by name; those that haven't been read are `UnreadValue`."""
+        """Return the values by name without reading any: a value that is not read yet is an `UnreadValue`."""
         return {name: OrderedDict.__getitem__(self, name) for name in self}
 
 
 class IncompatibleKeys(NamedTuple):
-    """The lists that torch gives to hooks, which may change them."""
+    """The lists of missing and unexpected keys that torch passes to post-hooks. A hook may change the lists."""
 
     missing_keys: list[str]
     unexpected_keys: list[str]
@@ -96,7 +97,16 @@ class IncompatibleKeys(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Visit:
-    """A module without hooks of its own: the entries that it takes, and the keys that `load_state_dict` reports."""
+    """The recorded load of one module without hooks of its own.
+
+    Attributes:
+        module: The module.
+        prefix: Prefix of the names of the module's entries.
+        fills: Tensors of the module with the stored values that go into them.
+        extra: Stored value for `set_extra_state`; None if there is none.
+        missing: Names that `load_state_dict` reports as missing.
+        unexpected: Names that `load_state_dict` reports as unexpected.
+    """
 
     module: torch.nn.Module
     prefix: str
@@ -117,17 +127,17 @@ class _PostHook:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Walk:
-    """The state of a walk.
+    """The state of a walk: recorded loads and hooks that are still to run, and the names to report.
 
     Attributes:
-        read: Function that reads a value for a module's own loading.
-        fill: Function that fills tensors on this rank alone, before hooks that may look at them.
-        pending: Visits to fill and hooks to call later, in torch's order.
-        missing: Names that aren't in the state dict.
-        unexpected: Names that the module doesn't have.
+        read: Function that reads a stored value for a module that loads itself.
+        fill: Function that fills tensors on this rank alone, before a hook runs that may look at them.
+        pending: Recorded loads and post-hooks that are still to run, in torch's order.
+        missing: Names of the module that the state dict lacks; pending loads add theirs when they are settled.
+        unexpected: Names in the state dict that the module lacks; pending loads add theirs likewise.
         errors: Error messages of modules that loaded themselves.
-        moved: Stored keys of unexpected names.
-        kept: Names of buffers that torch lets a module keep.
+        moved: Stored key of each unexpected name; the two differ if a hook has moved the value to another name.
+        kept: Names of buffers that keep their values, although they are not stored, without being reported as missing.
     """
 
     read: Read
@@ -141,19 +151,19 @@ class Walk:
 
 
 def walk(module: torch.nn.Module, entries: dict[str, Any], prefix: str, state: Walk) -> None:
-    """Record the entries that a module and its children take, in torch's order; modules with hooks load themselves.
+    """Record which values a module and its children load, in torch's order; modules with hooks load themselves at once.
 
     Args:
         module: The module.
-        entries: State dict, with values of type `UnreadValue` or from a hook; it is emptied.
-        prefix: Prefix of the names of the module's entries.
-        state: Walk that receives the result.
+        entries: Values by name, each an `UnreadValue` or a value that a hook has put there; the dict is emptied.
+        prefix: Prefix of the names of the module's entries, such as ``layers.0.``.
+        state: Walk that receives the records.
 
     Raises:
         CheckpointingException: A hook raises, or a value that it asks for can't be read.
     """
     tensors = dict(own_tensors(module, prefix))
-    if loads_itself(module, entries, prefix) or _is_partly_read(tensors, entries, prefix):
+    if loads_itself(module, entries, prefix) or _must_load_itself(tensors, entries, prefix):
         _, below = _split(_load_itself(module, entries, prefix, state), prefix)
     else:
         with _naming(module, prefix, ["torch's hook"]):
@@ -170,7 +180,12 @@ def walk(module: torch.nn.Module, entries: dict[str, Any], prefix: str, state: W
 
 
 def settle(state: Walk, fill: Callable[[Sequence[Fill]], None]) -> None:
-    """Fill the pending tensors, then call extra states' setters and post-hooks, in torch's order."""
+    """Fill the tensors of pending loads, then call `set_extra_state` and post-hooks, in torch's order.
+
+    Args:
+        state: Walk with the pending loads and hooks; none is pending afterwards.
+        fill: Function that fills all of the tensors at once.
+    """
     pending = [*state.pending]
     state.pending.clear()
     fill(fills_of(pending))
@@ -189,12 +204,15 @@ def settle(state: Walk, fill: Callable[[Sequence[Fill]], None]) -> None:
 
 
 def fills_of(pending: Iterable[_Visit | _PostHook]) -> list[Fill]:
-    """Return the fills of the pending visits."""
+    """Return the tensors that the pending loads fill, each with its stored value."""
     return [fill for step in pending if isinstance(step, _Visit) for fill in step.fills]
 
 
 def foreseen(state: Walk) -> IncompatibleKeys | None:
-    """Return the final lists of keys; None if pending hooks may change them."""
+    """Return the missing and unexpected keys that the load will report in the end.
+
+    The result is None if a pending post-hook, other than one of FSDP2's, may change these lists.
+    """
     hooks = (step for step in state.pending if isinstance(step, _PostHook))
     if any(not is_of_fsdp2(step.hook) for step in hooks):
         return None
@@ -205,7 +223,13 @@ def foreseen(state: Walk) -> IncompatibleKeys | None:
 
 
 def load_by_override(module: torch.nn.Module, entries: Mapping[str, UnreadValue], state: Walk) -> None:
-    """Call a module's own `load_state_dict`, which may read everything that is stored."""
+    """Call a module's override of `load_state_dict`, and record the keys that it reports.
+
+    Args:
+        module: Module whose class overrides `load_state_dict`.
+        entries: Stored values by name; the override may read any of them.
+        state: Walk that receives the reported keys, or torch's message about tensors of other sizes.
+    """
     state_dict = StoredState(entries, lambda name, stored: state.read(module, name, stored))
     accepted = signature(module.load_state_dict).parameters
     lenient = "strict" in accepted or any(value.kind is Parameter.VAR_KEYWORD for value in accepted.values())
@@ -222,8 +246,12 @@ def load_by_override(module: torch.nn.Module, entries: Mapping[str, UnreadValue]
 # One module
 
 
-def _is_partly_read(tensors: Tensors, entries: Mapping[str, Any], prefix: str) -> bool:
-    """Return whether a module's entries include a hook's value, or a stored shape (1,) for a tensor without axes."""
+def _must_load_itself(tensors: Tensors, entries: Mapping[str, Any], prefix: str) -> bool:
+    """Return whether a module must load itself although it has no hooks.
+
+    It must if a hook of another module has replaced one of its stored values, or if a tensor without axes is stored
+    with the shape (1,), which torch's own loading accepts.
+    """
     return any(
         not isinstance(entries[name], UnreadValue)
         or (entries[name].shape == (1,) and not is_lazy(tensor) and not tensor.dim())
@@ -233,7 +261,7 @@ def _is_partly_read(tensors: Tensors, entries: Mapping[str, Any], prefix: str) -
 
 
 def _load_itself(module: torch.nn.Module, entries: dict[str, Any], prefix: str, state: Walk) -> dict[str, Any]:
-    """Let a module load its own tensors, and return the state dict as the module leaves it."""
+    """Let a module load its own tensors, and return all entries by name as its hooks leave them."""
     settle(state, state.fill)  # since the module's hooks may look at tensors that come before
     state_dict = StoredState(entries, lambda name, stored: state.read(module, name, stored))
     with _naming(module, prefix, own_hooks(module)):
@@ -242,7 +270,7 @@ def _load_itself(module: torch.nn.Module, entries: dict[str, Any], prefix: str, 
 
 
 def _split(entries: Mapping[str, Any], prefix: str) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """Return a module's own entries, and those of its children by the child's name."""
+    """Return a module's own entries by name, and its children's entries as a dict for each child's name."""
     direct: dict[str, Any] = {}
     below: dict[str, dict[str, Any]] = defaultdict(dict)
     for name, entry in entries.items():
@@ -260,7 +288,16 @@ def _visit(
     prefix: str,
     state: Walk,
 ) -> _Visit:
-    """Return the visit of a module: the entries that torch's `_load_from_state_dict` takes, and the keys it reports."""
+    """Return the recorded load of a module, as torch's `_load_from_state_dict` would fill tensors and report keys.
+
+    Args:
+        module: The module.
+        tensors: Parameters and persistent buffers of the module itself, by name.
+        direct: Values for the module itself, by name.
+        below: Values for each of its children, by the child's name.
+        prefix: Prefix of the names of the module's entries.
+        state: Walk that receives the stored keys of unexpected names, and the names of buffers that keep their values.
+    """
     extra = f"{prefix}{EXTRA_STATE}"
     takes_extra = type(module).set_extra_state is not torch.nn.Module.set_extra_state
     fills = [
@@ -283,7 +320,7 @@ def _visit(
 
 
 def _fits(tensor: torch.Tensor, stored: UnreadValue) -> bool:
-    """Return whether a stored value can fill a tensor; a value of the common state can't fill a DTensor."""
+    """Return whether a stored value can fill a tensor: it is a tensor and, if a DTensor is filled, not common state."""
     return stored.shape is not None and not (stored.common and hasattr(tensor, "placements"))
 
 

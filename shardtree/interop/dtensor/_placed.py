@@ -30,7 +30,7 @@ from ...meshes import AxisSplit, KeyFunction, Mesh, PartitionSpec, RankShard, Sp
 def mesh_of(device_mesh: Any) -> Mesh:
     """Return a DeviceMesh as a mesh: the same axes, and the same global ranks on them.
 
-    Axes without names are called "axis0", "axis1", and so on. For a sub-mesh it is this process's own slice.
+    Axes without names are called "axis0", "axis1", and so on. A sub-mesh gives the slice that this process is in.
 
     Args:
         device_mesh: DeviceMesh of torch.distributed.
@@ -58,26 +58,29 @@ def mesh_of(device_mesh: Any) -> Mesh:
 
 
 def axis_names(device_mesh: Any) -> tuple[str, ...]:
-    """Return the names of a DeviceMesh's axes; "axis0" and so on if it has none."""
+    """Return the names of a DeviceMesh's axes; "axis0" and so on if they have no names."""
     return tuple(device_mesh.mesh_dim_names or (f"axis{number}" for number in range(device_mesh.mesh.ndim)))
 
 
 def outer_mesh(device_mesh: Any, within: Any = None) -> Mesh:
-    """Return the mesh of all ranks that hold a tensor: a first axis over the root mesh's slices, then its own axes.
+    """Return the mesh of all ranks that hold a tensor, which may be more than those of the tensor's DeviceMesh.
+
+    If the DeviceMesh is a slice of a larger mesh, the parallel slices hold the tensor too. The result then has a first
+    axis over these slices, followed by the axes of the DeviceMesh.
 
     Args:
         device_mesh: DeviceMesh of the tensor.
-        within: Mesh of which the DeviceMesh is a slice, as a DeviceMesh or a `Mesh`; its root mesh by default.
+        within: Larger mesh, as a DeviceMesh or a `Mesh`; by default the root mesh of `device_mesh`.
 
     Raises:
-        MetadataError: The DeviceMesh isn't a slice of that mesh.
+        MetadataError: `device_mesh` is not a slice of the larger mesh.
     """
     outer = root_of(device_mesh) if within is None else within
     return widened(mesh_of(device_mesh), outer if isinstance(outer, Mesh) else mesh_of(outer))
 
 
 def root_of(device_mesh: Any) -> Any:
-    """Return the root mesh, of which a sub-mesh is a slice; a mesh that isn't a sub-mesh is its own root."""
+    """Return the mesh that a sub-mesh was sliced from; any other mesh is returned unchanged."""
     if hasattr(device_mesh, "_get_root_mesh"):
         return device_mesh._get_root_mesh()
     from torch.distributed.device_mesh import _mesh_resources  # before torch 2.6 or so
@@ -86,13 +89,17 @@ def root_of(device_mesh: Any) -> Any:
 
 
 def widened(own: Mesh, outer: Mesh) -> Mesh:
-    """Return a slice of a mesh with a new first axis over its parallel slices.
+    """Return a slice of a mesh, widened to all ranks of that mesh by a new first axis over the parallel slices.
 
-    The slice's ranks must have even strides in the order of the outer mesh's ranks. The axes of the outer mesh don't
-    matter: the slice may have other axes over the same ranks, unflattened, flattened or concatenated.
+    Shifted copies of the slice must tile the outer mesh's sequence of ranks. The axes of the outer mesh do not matter:
+    the slice may have other axes over the same ranks, unflattened, flattened or concatenated.
+
+    Args:
+        own: The slice.
+        outer: Mesh with all ranks.
 
     Raises:
-        MetadataError: The mesh isn't a slice of the outer one.
+        MetadataError: `own` is not a slice of `outer`.
 
     Examples:
         >>> widened(Mesh(dp=2).on_ranks([1, 3]), Mesh(world=4))
@@ -131,14 +138,14 @@ def _not_a_slice(own: Mesh, outer: Mesh) -> MetadataError:
 
 
 def spec_of(dtensor: Any) -> PartitionSpec:
-    """Return a DTensor's partition spec, on the axes of its own mesh.
+    """Return a DTensor's partition spec: for each tensor axis, the axes of the DTensor's own mesh that cut it.
 
     Args:
         dtensor: DTensor with any placements except `Partial`; its elements aren't accessed.
 
     Raises:
-        UnsupportedValue: `dtensor` isn't a DTensor, or a placement is `Partial` or of an unknown kind, or an axis isn't
-            cut in the order of the mesh axes.
+        UnsupportedValue: `dtensor` is not a DTensor, or a placement is `Partial` or of an unknown kind, or several mesh
+            axes cut a tensor axis in another order than left to right.
 
     Examples:
         >>> import torch
@@ -153,7 +160,7 @@ def spec_of(dtensor: Any) -> PartitionSpec:
     """
     if not hasattr(dtensor, "placements"):
         what, found = "spec_of: not a DTensor", type(dtensor).__name__
-        raise UnsupportedValue(error_text(what, found=found, fix="Other tensors don't say how they are cut."))
+        raise UnsupportedValue(error_text(what, found=found, fix="Pass a DTensor: other tensors have no placements."))
     cuts: list[list[AxisSplit]] = [[] for _ in range(dtensor.ndim)]
     for axis, placement in zip(axis_names(dtensor.device_mesh), dtensor.placements, strict=True):
         dim = _cut_dim(placement)
@@ -184,16 +191,23 @@ def _cut_dim(placement: Any) -> int | None:
 
 
 def _entry(cuts: Sequence[AxisSplit]) -> SpecEntry:
-    """Return a single plain cut as the name of its axis, any other cuts as a tuple."""
+    """Return the spec entry of one tensor axis, given the mesh axes that cut it.
+
+    The entry is the mesh axis's name for a single unstrided cut, None without cuts, and otherwise the tuple of cuts.
+    """
     plain = len(cuts) == 1 and cuts[0].split_factor == 1
     return cuts[0].axis if plain else tuple(cuts) or None
 
 
 def as_fsdp2_cuts(spec: PartitionSpec, mesh: Mesh) -> PartitionSpec:
-    """Return the spec of FSDP2's actual shards, for the spec of its placements.
+    """Return the spec of the shards that FSDP2 really makes, given the spec that follows from its placements.
 
-    FSDP2 cuts the tensor-parallel shards further, but its placements describe this as an earlier cut, with interleaved
-    blocks. Where a size isn't divisible, the two cuts can differ.
+    FSDP2 cuts the shards of tensor parallelism further. Its placements describe this as an earlier cut into interleaved
+    blocks. The two cuts can give different shards if a size is not divisible by the number of ranks.
+
+    Args:
+        spec: Partition spec of a DTensor's placements.
+        mesh: Mesh with the axes of the spec.
 
     Examples:
         >>> spec = PartitionSpec((AxisSplit("dp", split_factor=2), AxisSplit("tp")))
@@ -224,10 +238,10 @@ class ReadOptions:
 
     Attributes:
         key: Function that returns the key of the tensor at a path.
-        within: The DeviceMesh, or `Mesh`, whose ranks all hold the tree; or None.
-        strided: Meaning of a `_StridedShard`.
-        replicated: Function of a key and a plain tensor that returns whether all ranks of `within` hold the same; or
-            None.
+        within: DeviceMesh or `Mesh` of all ranks that hold the tree; None for each DTensor's root mesh.
+        strided: Meaning of a `_StridedShard`: "dtensor" or "fsdp2"; None makes an ambiguous size an error.
+        replicated: Function that returns, for a key and a plain tensor, whether the tensor is the same on all ranks of
+            `within`; None if no plain tensor becomes a shard.
     """
 
     key: KeyFunction
@@ -259,8 +273,8 @@ class PlacedTensor:
         key: Key of the tensor.
         tensor: DTensor, or plain tensor that is replicated.
         device_mesh: DeviceMesh of the tensor.
-        mesh: Mesh of all ranks that hold shards of it.
-        spec: Partition spec on that mesh.
+        mesh: Mesh of all ranks that hold shards of the tensor.
+        spec: Partition spec on `mesh`.
     """
 
     path: TreePath
@@ -289,6 +303,11 @@ def is_dtensor(leaf: Any) -> bool:
 def placed_tensors(tree: Any, reading: ReadOptions, parts: Parts) -> Iterator[PlacedTensor]:
     """Yield the DTensors of a tree, and the plain tensors that are replicated, each with its layout.
 
+    Args:
+        tree: Any tree.
+        reading: Options of `from_dtensors`.
+        parts: Function that returns the shard of each rank for a global shape, a mesh and a spec; see `all_parts`.
+
     Raises:
         CheckpointingException: A layout isn't supported, or is ambiguous; the error names its key and path.
         TreeError: Two paths have the same key.
@@ -314,7 +333,7 @@ def placed_tensors(tree: Any, reading: ReadOptions, parts: Parts) -> Iterator[Pl
 
 
 def _check_key(key: str, path: TreePath, reading: ReadOptions, seen: dict[str, TreePath]) -> None:
-    """Register a key; raise TreeError if another path has the same default key."""
+    """Register the key of a path; raise TreeError if the default key function gave another path the same key."""
     # With the caller's own key function, two paths may have the same key on purpose.
     other = seen.setdefault(key, path)
     if other != path and reading.key is path_key:
@@ -325,7 +344,13 @@ def _check_key(key: str, path: TreePath, reading: ReadOptions, seen: dict[str, T
 def _resolve_strided(
     global_shape: tuple[int, ...], mesh: Mesh, spec: PartitionSpec, strided: Strided, parts: Parts
 ) -> PartitionSpec:
-    """Return the spec of the shards that a strided cut stands for."""
+    """Return the spec after reading strided cuts as DTensor's or as FSDP2's, as `strided` demands.
+
+    Without a choice (None), both readings must give every rank the same shard.
+
+    Raises:
+        ShapeError: There is no choice, and the readings give different shards.
+    """
     # Both meanings give the same shards unless a size isn't a multiple of the ranks in certain ways. A rank can't tell
     # from its own shard which was meant, since only other ranks' shards may differ: so every rank compares all of them.
     other = as_fsdp2_cuts(spec, mesh)
@@ -337,13 +362,13 @@ def _resolve_strided(
     if any(left.shape != right.shape or (left.spans != right.spans and 0 not in left.shape) for left, right in pairs):
         what = f"a DTensor of shape {global_shape} on {mesh}, cut by {spec}, is ambiguous"
         fix = (
-            "Pass strided='fsdp2' for what fully_shard made of a parallelised module, strided='dtensor' for what "
-            "distribute_tensor made: for a size that isn't a multiple of all ranks these differ."
+            "Pass strided='fsdp2' if fully_shard has cut a parallelised module, strided='dtensor' if distribute_tensor "
+            "has cut the tensor: their shards differ if a size is not a multiple of the number of ranks."
         )
         raise ShapeError(error_text(what, fix=fix))
     return other  # both give the same shards; this spec describes them by fewer boxes
 
 
 def all_parts() -> Parts:
-    """Return a cached `mesh_shards`: models have many tensors of the same shape and spec."""
+    """Return `mesh_shards` with a cache of its results, since many tensors of a model have the same shape and spec."""
     return cache(mesh_shards)

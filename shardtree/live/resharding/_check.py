@@ -65,7 +65,7 @@ def _wrong_kinds(source: ShardColumns, target: ShardColumns) -> Iterator[Problem
 
 
 def _wrong_transfers(source: ShardColumns, target: ShardColumns, transfers: Transfers) -> Iterator[Problem]:
-    """Yield the problems of single transfers: wrong tensors, ranks, bytes or boxes."""
+    """Yield the problems of single transfers: a wrong tensor, rank, number of bytes, box or position in memory."""
     before = sending_shards(source, target, transfers.hop, transfers.source)
     after = select_rows(target, transfers.target)
     wrong = {
@@ -89,7 +89,17 @@ def _wrong_transfers(source: ShardColumns, target: ShardColumns, transfers: Tran
 def _wrong_places(
     shard: ShardColumns, transfers: Transfers, memory: tuple[Column, Column], which: str
 ) -> dict[str, Mask]:
-    """Return masks of boxes outside their stated shards, and of boxes that aren't at the stated position in memory."""
+    """Return masks of the transfers whose boxes lie outside their shards, or elsewhere in memory than stated.
+
+    Args:
+        shard: Sending shard of each transfer, or the receiving one.
+        transfers: Transfers to check.
+        memory: Stated first element and strides of each box in its shard's data.
+        which: Clause for the problem texts that says which end `shard` is, such as "that it comes from".
+
+    Returns:
+        A mask of the transfers for each problem text.
+    """
     last = transfers.offset + transfers.shape
     outside = ((transfers.offset < shard.offset) | (last > shard.offset + shard.shape)).any(axis=1)
     first_element, stride = shard_memory(shard, transfers.offset)
@@ -102,7 +112,14 @@ def _wrong_places(
 
 
 def _first_problems(target: ShardColumns, transfers: Transfers, rows: Column, what: str) -> Iterator[Problem]:
-    """Yield a problem for each of the first transfers, and one with the number of the others."""
+    """Yield a problem for each of the first wrong transfers, and one that counts the others.
+
+    Args:
+        target: Shards of all ranks after the resharding.
+        transfers: All transfers.
+        rows: Rows of the wrong transfers.
+        what: Text of the problem that they share.
+    """
     for row in rows[:_SHOWN_PROBLEMS].tolist():
         key = int(target.key[transfers.target[row]])
         box = box_slices(transfers.offset[row], transfers.shape[row], len(target.kinds[key].global_shape))
@@ -133,7 +150,7 @@ def _wrong_counts(target: ShardColumns, transfers: Transfers) -> Iterator[Proble
 
 
 def _too_early(target: ShardColumns, transfers: Transfers) -> Iterator[Problem]:
-    """Yield the transfers out of a target shard that hasn't received all their elements at earlier hops."""
+    """Yield the transfers that leave a target shard before all their elements have arrived there at earlier hops."""
     later = np.flatnonzero(transfers.hop > 0)
     offset, shape = transfers.offset, transfers.shape
     left, right = overlapping_pairs(
@@ -161,8 +178,8 @@ def check_kinds(
     Args:
         source: Shards before the resharding.
         target: Shards after the resharding.
-        cast: Whether every dtype that `load` converts is compatible.
-        is_plain: Predicate of keys whose values need no scales.
+        cast: Whether dtypes are compatible if `load` could convert them; otherwise they must be equal.
+        is_plain: Predicate of keys whose values may be converted without their stored scales.
 
     Raises:
         KeyMismatch: A tensor isn't in the source.
@@ -194,7 +211,7 @@ def _fits(before: TensorKind, after: TensorKind, *, cast: bool) -> bool:
 
 
 def _fixes(pairs: Collection[tuple[TensorKind, TensorKind]]) -> Iterator[str]:
-    """Yield the advice for tensors that don't fit, without repetition."""
+    """Yield the advice for tensors whose dtype or shape differs: one text for each kind of difference."""
     dtypes = {(before.dtype, after.dtype) for before, after in pairs if before.dtype != after.dtype}
     if any(convertible(*pair) for pair in dtypes):
         yield "Pass cast=True to convert the source's dtype."
@@ -205,7 +222,9 @@ def _fixes(pairs: Collection[tuple[TensorKind, TensorKind]]) -> Iterator[str]:
 
 
 def check_sizes(source: ShardColumns, target: ShardColumns) -> None:
-    """Raise an error if a side's shards on all ranks together have more bytes than can be counted.
+    """Raise an error if the shards of the source, or those of the target, have 2**62 bytes or more in total.
+
+    Sums of larger sizes might overflow an int64.
 
     Raises:
         ShapeError: A side is too large; the error names its largest tensors.
@@ -227,7 +246,9 @@ def check_sizes(source: ShardColumns, target: ShardColumns) -> None:
 
 
 def check_mains(source: ShardColumns, target: ShardColumns) -> None:
-    """Raise an error if main replicas of wanted tensors overlap, so that none is authoritative, or exceed their tensor.
+    """Raise an error if main replicas of a wanted tensor overlap each other, or exceed the tensor.
+
+    Where two of them overlap, it is undecided whose elements count.
 
     Raises:
         IntegrityError: Main replicas overlap or exceed their tensor; the error names keys, ranks and boxes.

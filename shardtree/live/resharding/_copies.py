@@ -30,11 +30,11 @@ _AT_ONCE = 65_536
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Boxes:
-    """Boxes of elements in the data of shards, one per row; offsets and strides are those of `Transfers`.
+    """Boxes within the data of shards, one per row; offsets and strides have the same meaning as in `Transfers`.
 
     Attributes:
-        row: Row of the shard, int64 (boxes,).
-        element: First element in the shard's row-major data, int64 (boxes,).
+        row: Row of the shard in the plan's `source` or `target`, int64 (boxes,).
+        element: Offset of the box's first element in the shard's row-major data, int64 (boxes,).
         stride: Strides of the shard's data along each axis, in elements, int64 (boxes, axes).
         shape: Shape of each box, int64 (boxes, axes).
     """
@@ -47,12 +47,12 @@ class Boxes:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Regions:
-    """Boxes of elements, located in storages.
+    """Strided regions of memory, one for each box: the offset and strides of a view into a storage.
 
     Attributes:
-        memory: Tensor that shares the storage, for each box.
-        begin: Offset of the first element in the storage, in elements, int64 (boxes,).
-        stride: Strides along each axis, in elements, int64 (boxes, axes).
+        memory: Any tensor on the region's storage and with its dtype, for each box.
+        begin: Offset of the region's first element from the start of the storage, in elements, int64 (boxes,).
+        stride: Strides of the region along each axis, in elements, int64 (boxes, axes).
     """
 
     memory: list[torch.Tensor]
@@ -61,7 +61,7 @@ class Regions:
 
 
 def copy_boxes(shape: Column, source: Regions, target: Regions) -> None:
-    """Copy each box from one region to another: every byte once, without a buffer, also between devices.
+    """Copy each box from its source region to its target region, which may be on another device.
 
     Args:
         shape: Shape of each box, int64 (boxes, axes).
@@ -73,11 +73,11 @@ def copy_boxes(shape: Column, source: Regions, target: Regions) -> None:
 
 
 def region_views(shape: Column, regions: Regions) -> Iterator[torch.Tensor]:
-    """Yield a view of each box of a region, in the dtype of its memory.
+    """Yield each region as a strided view, in the dtype of its memory.
 
     Args:
         shape: Shape of each box, int64 (boxes, axes).
-        regions: Regions of the boxes.
+        regions: Region of each box.
     """
     for first in range(0, len(shape), _AT_ONCE):
         rows = slice(first, first + _AT_ONCE)
@@ -86,17 +86,18 @@ def region_views(shape: Column, regions: Regions) -> Iterator[torch.Tensor]:
 
 
 def select_regions(regions: Regions, rows: Column) -> Regions:
-    """Return the selected boxes, in the order of `rows`."""
+    """Return the regions at the given rows, in the order of `rows`."""
     return Regions([regions.memory[row] for row in rows.tolist()], regions.begin[rows], regions.stride[rows])
 
 
 def shard_regions(columns: ShardColumns, boxes: Boxes, memories: Memories) -> Regions:
-    """Return the regions of shards' boxes in the tensors that hold the shards.
+    """Return the memory region of each box, in the tensor that holds the box's shard.
 
     Args:
-        columns: Columns of the shards.
+        columns: Shards, one per row.
         boxes: Boxes in the shards' data.
-        memories: Tensor of each shard, with any strides, on any device. Contiguous tensors may have any shape.
+        memories: Tensor of each shard, with any strides, on any device. A contiguous tensor may have another shape
+            than its shard.
 
     Raises:
         KeyMismatch: A shard has no tensor.
@@ -125,7 +126,7 @@ def shard_regions(columns: ShardColumns, boxes: Boxes, memories: Memories) -> Re
 
 
 def target_regions(columns: ShardColumns, boxes: Boxes, memories: Memories) -> Regions:
-    """Return `shard_regions` of tensors that will be written.
+    """Return the memory region of each box, as `shard_regions` does, after checking that it can be written.
 
     Raises:
         KeyMismatch: A shard has no tensor.
@@ -146,7 +147,7 @@ def _strides(memory: torch.Tensor, axes: int) -> Column:
 
 
 def _integer_view(columns: ShardColumns, row: int, elements: int, memories: Memories) -> torch.Tensor:
-    """Return a shard's tensor as integers of its item size, after checking that it fits the shard."""
+    """Return a shard's tensor as integers of the same item size, after checking its dtype, size and layout."""
     if row not in memories:
         fix = "Pass the tensor of each shard that the rank holds, by row."
         raise KeyMismatch(error_text(f"reshard: no tensor for {_name(columns, row)}, row {row}", fix=fix))
@@ -175,9 +176,10 @@ def copy_transfers(plan: ReshardPlan, rows: Column, sources: Memories, targets: 
 
     Args:
         plan: Plan of the transfers.
-        rows: Rows of the plan's transfers; those of each hop are written in this order.
+        rows: Rows of the transfers to write. Hops are written in ascending order, and each hop's transfers in the
+            order of `rows`.
         sources: Data of source shards, by row.
-        targets: Data of target shards, by row, which is written.
+        targets: Tensors of target shards, by row, to write into.
     """
     transfers = plan.transfers
     # Transfers go hop by hop, since later ones read elements that earlier ones have written.
@@ -206,7 +208,7 @@ def write_boxes(plan: ReshardPlan, rows: Column, shape: Column, source: Regions,
 
     Args:
         plan: Plan of the transfers.
-        rows: Transfer of each box, int64 (boxes,).
+        rows: Row of each box's transfer in the plan, int64 (boxes,).
         shape: Shape of each box, int64 (boxes, axes).
         source: Regions to read, in their shards' dtypes.
         target: Regions to write, in the target's dtype: in a shard or a send buffer.
@@ -229,7 +231,7 @@ def write_boxes(plan: ReshardPlan, rows: Column, shape: Column, source: Regions,
 
 
 def _casts(plan: ReshardPlan, rows: Column) -> dict[int, tuple[torch.dtype, torch.dtype]]:
-    """Return the dtypes before and after the cast of each tensor that the transfers cast, by number of the tensor."""
+    """Return the dtypes before and after the cast of each cast tensor, by its index in the plan's `target.keys`."""
     transfers = plan.transfers
     first = rows[transfers.hop[rows] == 0]  # at later hops data comes from target shards, which have the target's dtype
     key, at = np.unique(transfers.key[first], return_index=True)

@@ -27,18 +27,19 @@ from . import ReshardPlan, plan_reshard
 # Wanted shards are cut into cells; any two cells of a tensor are equal or disjoint, so one rank can read each for all.
 
 MOST_CELLS = 16
-"""Upper bound of cells for each box of a tensor, on average; a tensor that would have more keeps its shards whole."""
+"""Upper bound of a tensor's average number of cells per box; a tensor that would have more keeps its shards whole."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WantedCells:
-    """The wanted shards of all ranks, cut into cells: boxes that each shard wants whole or not at all.
+    """The wanted shards of all ranks, cut into cells: boxes that each shard contains whole or not at all.
 
     Attributes:
-        targets: The wanted shards; a shard that overlaps others but stays whole is made a tensor of its own.
-        shards: The cells, as shards of one of the ranks that want them.
-        row: Shard that wants a cell, as a row of `targets`, int64 (wants,).
-        cell: Row of the wanted cell in `shards`, int64 (wants,).
+        targets: The wanted shards. Those that overlap others but stay whole get a separate tensor key, so that cells
+            of one tensor never overlap.
+        shards: The cells as shards, one per row. Their rank is that of one of the shards that contain them.
+        row: Row in `targets` of a shard that contains a cell, int64 (pairs,).
+        cell: Row in `shards` of the cell that it contains, int64 (pairs,).
     """
 
     targets: ShardColumns
@@ -53,7 +54,7 @@ def wanted_cells(columns: ShardColumns, *, is_cut: bool = True, most: int = MOST
     Args:
         columns: Wanted shards of all ranks; shards without elements have no cell.
         is_cut: Whether shards are cut; if not, cells are whole shards.
-        most: Upper bound of cells for each box of a tensor, on average; a tensor that would have more keeps its shards
+        most: Upper bound of a tensor's average number of cells per box; a tensor that would have more keeps its shards
             whole.
 
     Examples:
@@ -94,7 +95,13 @@ def wanted_cells(columns: ShardColumns, *, is_cut: bool = True, most: int = MOST
 
 
 def _as_own_tensors(columns: ShardColumns, place: Column, alone: Column) -> ShardColumns:
-    """Return shards in which each place of `alone`, a distinct box, is a tensor of its own and overlaps no other."""
+    """Return the shards with some of the distinct boxes moved to separate tensor keys, so that they overlap no others.
+
+    Args:
+        columns: Shards of all ranks.
+        place: Number of each shard's box, equal for equal boxes of a tensor, int64 (shards,).
+        alone: Numbers of the boxes to move, ascending.
+    """
     if not alone.size:
         return columns
     key = columns.key.copy()
@@ -124,12 +131,12 @@ class SharedReads:
 
     Attributes:
         ranks: Number of ranks.
-        targets: Wanted shards; a shard that overlaps others but isn't cut is made a tensor of its own.
+        targets: Wanted shards. Those that overlap others but stay whole get a separate tensor key.
         reads: Reads of all ranks, as shards of the same tensors, ordered by tensor and position.
         row: Row in `targets` of the shard that contains each read: the reader's first shard that wants the read, int64
             (reads,).
         first: First row of each rank in `targets`, int64 (ranks,).
-        is_whole: Whether a read is its whole shard, bool (reads,).
+        is_whole: Whether each read covers the whole shard that contains it, bool (reads,).
         bytes_sent: Bytes that each rank sends to others, int64 (ranks,).
         bytes_received: Bytes that each rank receives from others, int64 (ranks,).
     """
@@ -161,7 +168,8 @@ class ExchangePlan:
     Attributes:
         shared: Reads of all ranks.
         passed_on: Plan from the reads to the wanted shards, without elements that are read directly into them.
-        element: Offset of each read in its shard's elements; -1 if the read isn't contiguous there, int64 (reads,).
+        element: Offset of each read in the data of the shard that contains it (`shared.row`), in elements; -1 if the
+            read isn't contiguous there, int64 (reads,).
     """
 
     shared: SharedReads
@@ -182,8 +190,9 @@ def plan_exchange(
     Args:
         columns: Wanted shards of all ranks, as for `plan_reads`, which assigns the reads.
         ranks: Number of ranks.
-        stripe_bytes: Multiple of bytes at which cells are cut.
-        most_cells: Upper bound of cells for each box of a tensor, on average, as for `plan_reads`.
+        stripe_bytes: Granularity in bytes: cells are cut between readers only at multiples of it, rounded up to whole
+            elements.
+        most_cells: Upper bound of a tensor's average number of cells per box, as for `plan_reads`.
         is_cut: Whether shards and cells are cut, as for `plan_reads`.
 
     Examples:
@@ -220,20 +229,22 @@ def plan_reads(
     """Return the reads of each rank; elements that several ranks want are read once for all of them.
 
     Shards that overlap are cut into cells along each other's edges. The cells that a set of ranks wants are laid end to
-    end and cut into one range per rank. A rank that reads more alone or in other sets gets less here, so that all ranks
-    read about as much in total. Cuts lie between cells or at whole stripes: a rank's share is at most a stripe away
-    from an equal one. Ranks that want the same shards are described once, so the cost doesn't grow with the number of
-    replicas.
+    end and cut into one range per rank. A rank that has more to read elsewhere (cells that it alone wants, or ranges of
+    other sets' cells) gets a shorter range, so that all ranks read about as much in total. Cuts lie between cells or at
+    whole stripes: a rank's share is at most a stripe away from an equal one. With `alike`, ranks that want the same
+    shards are described once, so the cost doesn't grow with the number of replicas.
 
     Args:
-        columns: Wanted shards of all ranks, with each rank's rows together.
+        columns: Wanted shards of all ranks, ordered by rank.
         ranks: Number of ranks.
-        stripe_bytes: Multiple of bytes at which cells are cut.
-        most_cells: Upper bound of cells for each box of a tensor, on average; a tensor that would have more keeps its
+        stripe_bytes: Granularity in bytes: cells are cut between readers only at multiples of it, rounded up to whole
+            elements.
+        most_cells: Upper bound of a tensor's average number of cells per box. A tensor that would have more keeps its
             shards whole, and elements that they share are read more than once.
         is_cut: Whether shards and cells are cut; if not, one rank reads equal shards whole for all, and each rank
             reads its other shards itself.
-        alike: Ranks, ascending, that each number in ``columns.rank`` represents; None if the numbers are ranks.
+        alike: Ranks that want the same shards: for each number in ``columns.rank``, the ascending ranks that it stands
+            for; None if the numbers are the ranks themselves.
 
     Examples:
         >>> import torch, shardtree as st
@@ -273,7 +284,7 @@ def plan_reads(
 
 
 def _as_reads(cells: ShardColumns, parts: Parts, item_size: Column, size: Column) -> ShardColumns:
-    """Return parts of cells as shards of their readers: flat ranges, except for whole cells."""
+    """Return parts of cells as shards on their readers: a cell that is read whole unchanged, others as flat ranges."""
     reads, item = select_rows(cells, parts.item), item_size[parts.item]
     cut = (parts.begin > 0) | (parts.end < size[parts.item])
     base = np.maximum(reads.start, 0)
@@ -283,7 +294,15 @@ def _as_reads(cells: ShardColumns, parts: Parts, item_size: Column, size: Column
 
 
 def _deal(holders: Holders, alike: Sequence[Column], size: Column, row: Column, ranks: int) -> Parts:
-    """Return the parts of cells that each rank reads, ordered by cell and byte, without cells of no bytes."""
+    """Return the byte range of each cell that each rank reads, ordered by cell and byte.
+
+    Args:
+        holders: Ranks, or numbers of `alike`, that want each cell; cells without bytes are left out.
+        alike: Ranks that each of these numbers stands for.
+        size: Size of each cell in bytes, int64 (cells,).
+        row: Granularity of each cell's cuts in bytes; 0 for a cell that must stay whole, int64 (cells,).
+        ranks: Number of ranks.
+    """
     # A cell that only one rank wants leaves no choice: it counts as load before the others are shared out.
     of_one = np.array([each.size == 1 for each in alike], dtype=np.bool_)
     only = holders.rank[holders.first]
@@ -296,7 +315,10 @@ def _deal(holders: Holders, alike: Sequence[Column], size: Column, row: Column, 
 
 
 def _rank_sets(holders: Holders, alike: Sequence[Column]) -> list[tuple[Column, Column]]:
-    """Return, for each set of several ranks, the places that all of them hold, and the ranks; smaller sets first."""
+    """Return (cells, ranks) for each set of several ranks: the cells that exactly these ranks want, and the ranks.
+
+    Smaller sets come first. The arguments are those of `_deal`.
+    """
     sets = [*holder_sets(holders)]
     if all(each.size == 1 for each in alike):
         return [(places, np.concatenate([alike[each] for each in members])) for places, members in sets]

@@ -74,9 +74,10 @@ class TargetTree:
 
     Attributes:
         leaves: Leaves of the tree with factories applied.
-        inner: Whether a factory built each leaf.
+        inner: Whether each leaf was built by a factory.
         rebuild: Function from new leaves to a tree of the same structure.
-        merge: Function from the joined tree to one whose factories hold their merged tensors.
+        merge: Function that takes the joined tree and puts each factory, with its merged tensor as data, in the place
+            of the leaves that it built.
         plain: Path and leaf of each plain tensor among the leaves.
     """
 
@@ -169,7 +170,7 @@ def take_target(tree: Any, doing: str = "reshard", *, donate: bool = False) -> T
     Args:
         tree: Tree of shards, with or without tensors.
         doing: Name of the operation in error messages.
-        donate: Whether its tensors are donated, including those that factories hold.
+        donate: Whether the tree's tensors, including those of factories, are memory into which the result is written.
 
     Raises:
         TreeError: The argument isn't a tree, or is too deep.
@@ -193,7 +194,7 @@ def take_target(tree: Any, doing: str = "reshard", *, donate: bool = False) -> T
 
 
 def _keep_factory(merge_one: MergeOne, leaf: Any) -> Any:
-    """Return a factory whose merge returns the factory with the merged tensor as data; other leaves unchanged."""
+    """Return a factory with a merge function that returns `leaf` with the merged data; other leaves unchanged."""
     if (factory := factory_of(leaf)) is None:
         return leaf
     return replace(factory, merge_fn=lambda data: replace(leaf, data=merge_one(factory, data)))
@@ -234,7 +235,7 @@ def complete(
 
 
 def join_filled(common: Any, tree: Any, plain: Sequence[tuple[TreePath, Any]], doing: str) -> Any:
-    """Return a target joined with the sources' plain values, after checking that these include its plain tensors.
+    """Return a target joined with the sources' plain values, which must include all plain tensors of the target.
 
     Args:
         common: Plain values of the sources; a hole if there are none.
@@ -243,7 +244,7 @@ def join_filled(common: Any, tree: Any, plain: Sequence[tuple[TreePath, Any]], d
         doing: Name of the operation in error messages.
 
     Raises:
-        TreeError: The target doesn't fit the common state, or one of its plain tensors isn't in it and would be lost.
+        TreeError: The target doesn't fit the plain values, or they lack one of its plain tensors, which would be lost.
     """
     tree = join(common, tree)
     lacking = [render_path(path) for path in unfilled(tree, plain)]
@@ -255,7 +256,7 @@ def join_filled(common: Any, tree: Any, plain: Sequence[tuple[TreePath, Any]], d
 
 
 def _leaf_with_data(leaf: Any, data: Iterator[torch.Tensor], items: Iterator[ShardedObject], *, inner: bool) -> Any:
-    """Return the leaf with data; for an `inner` leaf, which a factory built and will merge, return the data alone."""
+    """Return a leaf with its data, the next of `data` or `items`; if a factory built it (`inner`), only the data."""
     if isinstance(leaf, ShardedTensor):
         return next(data) if inner else with_data(leaf, next(data))
     if isinstance(leaf, ShardedObject):
@@ -285,12 +286,12 @@ def reshard(
             strides, on any device. Plain values must be the same on all ranks, except on ranks whose tree is empty.
         targets: Target tree of each rank after resharding, in the same form. A shard's data may be a tensor, whose
             device the new tensor gets, or None or a meta tensor: then the new tensor gets the device of a source shard.
-            Plain tensors must be plain values of the sources; other plain values are ignored.
+            Each plain tensor must also be a plain value of the sources; other plain values are ignored.
         rules: Rules for arrays of objects that change their shape, by key pattern; see `reshard_objects`.
         empty: Allocator of a tensor that will be filled, called as `empty(shape, dtype=..., device=...)`; it may return
             pinned memory, or memory shared between processes.
         cast: Whether tensors are converted to the targets' dtypes, as `load` does.
-        plain: Key patterns of values that need no scales, as for `load`.
+        plain: Patterns of keys whose values may be converted without their stored scales, as for `load`.
 
     Returns:
         Result tree of each target rank, in a container of the targets' kind: the target's structure, shards and
@@ -361,7 +362,7 @@ def _copy_into_new(
 
 
 def first_sources(plan: ReshardPlan) -> dict[int, int]:
-    """Return the source row of each target shard's first transfer from a source shard, by the target shard's row."""
+    """Return the first source shard from which each target shard receives elements: its row, by the target's row."""
     # Rows are reversed, so that of several sources the first one stays in the dict.
     rows = np.flatnonzero(plan.transfers.hop == 0)[::-1]
     return dict(zip(plan.transfers.target[rows].tolist(), plan.transfers.source[rows].tolist(), strict=True))

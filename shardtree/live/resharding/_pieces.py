@@ -23,18 +23,20 @@ from ...core.layouts import BoxColumns, ShardColumns, select_rows, shard_boxes
 from ...core.plans import HeldLine, Parts, deal_out, find_holders, held_places, holder_sets
 from ._transfers import Routes, renumber_keys
 
-# Places before resharding: each distinct box, with all ranks that hold a replica.
+# Places of the source: each distinct box or flat range, with all ranks that hold a replica.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeldPlaces:
-    """Places, which are the distinct boxes or flat ranges of boxes that ranks hold, and the holders of each place.
+    """The places of the source, and the ranks that hold each.
+
+    A place is a key and a box of its tensor, or a flat range of such a box. Replicas are at the same place.
 
     Attributes:
         shards: One shard of each place, with keys numbered as in the target.
         main: Whether a place has a main replica, bool (places,).
-        first: Offset of each place's holders in the columns below, int64 (places + 1,).
-        holder: Ranks, ascending within a place, int64 (holders,).
+        first: Index of each place's first holder in the columns below, and their length, int64 (places + 1,).
+        holder: Rank that holds the place, ascending within a place, int64 (holders,).
         row: Row of the holder's shard in the plan's `source`, int64 (holders,).
     """
 
@@ -50,7 +52,7 @@ class HeldPlaces:
         return np.diff(self.first)
 
     def row_at(self, place: Column, rank: Column) -> Column:
-        """Return the source row of a rank's shard at a place; -1 if it has none."""
+        """Return the row in `source` of the shard that each rank holds at each place; -1 if it holds none there."""
         ranks = int(max(self.holder.max(initial=0), rank.max(initial=0))) + 1
         # Holders are sorted by place, then rank: as one number, the pair is found by binary search.
         pairs = np.repeat(np.arange(len(self.main)), self.holders) * ranks + self.holder
@@ -61,11 +63,11 @@ class HeldPlaces:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Holdings:
-    """The boxes of places, once for each rank that holds the place.
+    """The boxes that ranks hold: those of each place, repeated for each rank that holds the place.
 
     Attributes:
-        boxes: The boxes; their `shard` is the index of a place's holder in `HeldPlaces.holder` and `HeldPlaces.row`.
-        key: Number of each box's tensor, int64 (boxes,).
+        boxes: The boxes. Their `shard` is an index into `HeldPlaces.holder` and `HeldPlaces.row`.
+        key: Index of each box's tensor in the target's keys, int64 (boxes,).
         rank: Rank that holds the box, int64 (boxes,).
     """
 
@@ -75,7 +77,7 @@ class Holdings:
 
 
 def find_holdings(places: HeldPlaces, mask: Mask) -> Holdings:
-    """Return the holdings of ranks at the selected places."""
+    """Return the boxes that ranks hold at the places for which `mask` is true."""
     place = np.repeat(np.arange(len(mask)), places.holders)
     numbers = np.flatnonzero(mask[place])
     boxes = place_boxes(select_rows(places.shards, place[numbers]))
@@ -84,7 +86,7 @@ def find_holdings(places: HeldPlaces, mask: Mask) -> Holdings:
 
 
 def find_places(source: ShardColumns, target: ShardColumns) -> HeldPlaces:
-    """Return the places of the source's shards whose keys the target wants; places without elements are left out.
+    """Return the places of the source's shards, except those without elements and those of keys that the target lacks.
 
     Args:
         source: Source shards of all ranks.
@@ -104,12 +106,12 @@ def find_places(source: ShardColumns, target: ShardColumns) -> HeldPlaces:
 
 
 def place_boxes(shards: ShardColumns) -> BoxColumns:
-    """Return the boxes of shards."""
+    """Return the boxes that make up shards: one for a box, a few for a flat range."""
     return shard_boxes(shards.offset, shards.shape, shards.start, shards.stop)
 
 
 def with_equal_axes(source: ShardColumns, target: ShardColumns) -> tuple[ShardColumns, ShardColumns]:
-    """Return source and target, both with the larger number of axes of the two."""
+    """Return source and target with the same number of axes: the one with fewer axes is padded on the left."""
     axes = max(source.offset.shape[1], target.offset.shape[1])
     one, other = (
         replace(columns, offset=widen(columns.offset, axes, 0), shape=widen(columns.shape, axes, 1))
@@ -123,11 +125,11 @@ NOWHERE = -1
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pieces:
-    """Boxes that target shards want.
+    """The target shards, cut into boxes that each lie within one place of the source, if any place holds them.
 
     Attributes:
         target: Row of the target shard, int64 (pieces,).
-        place: Place that holds the box, or -1, int64 (pieces,).
+        place: Index in `HeldPlaces` of the place that contains the box; -1 if none was found, int64 (pieces,).
         offset: Offset of the box in the global tensor, int64 (pieces, axes).
         shape: Shape of the box, int64 (pieces, axes).
     """
@@ -142,7 +144,9 @@ class Pieces:
 
 
 def cut_pieces(places: HeldPlaces, target: ShardColumns) -> Pieces:
-    """Return the boxes of target shards, cut along the main replicas' places; boxes in no such place have place -1.
+    """Return the target shards, cut along the edges of the places that have a main replica.
+
+    Boxes that no such place covers have place -1.
 
     Args:
         places: Places of the source's shards.
@@ -162,7 +166,7 @@ def cut_pieces(places: HeldPlaces, target: ShardColumns) -> Pieces:
 
 
 def own_routes(places: HeldPlaces, target: ShardColumns, pieces: Pieces) -> tuple[Routes, Pieces]:
-    """Return the routes of pieces that their ranks hold already, and the other pieces.
+    """Return the routes within a rank, for elements that it wants and already holds, and the remaining pieces.
 
     Args:
         places: Places of the source's shards.
@@ -185,12 +189,14 @@ def own_routes(places: HeldPlaces, target: ShardColumns, pieces: Pieces) -> tupl
 
 
 def located_pieces(places: HeldPlaces, target: ShardColumns, pieces: Pieces) -> Pieces:
-    """Return the pieces; a piece at place -1 is cut along the places that have no main replica but hold parts of it.
+    """Return the pieces, after looking for those with place -1 among the places that have no main replica.
+
+    Such a piece is cut along these places. Parts that none of them covers keep place -1.
 
     Args:
         places: Places of the source's shards.
         target: Target shards of all ranks.
-        pieces: Pieces that their ranks don't hold; place -1 remains if no rank holds a piece.
+        pieces: Pieces that the ranks that want them don't hold.
     """
     nowhere = np.flatnonzero(pieces.place == NOWHERE)
     others = np.flatnonzero(~places.main)
@@ -206,11 +212,13 @@ def located_pieces(places: HeldPlaces, target: ShardColumns, pieces: Pieces) -> 
 
 
 def repeat_routes(target: ShardColumns, pieces: Pieces) -> tuple[Routes, Pieces]:
-    """Return routes of hop 1 for pieces that a second shard of the same rank wants, and the remaining pieces.
+    """Return routes of hop 1 for elements that several shards of one rank want, and the remaining pieces.
+
+    One of these shards receives the elements from a rank that holds them; the others copy them from it at hop 1.
 
     Args:
         target: Target shards of all ranks.
-        pieces: Pieces that their ranks don't hold.
+        pieces: Pieces that the ranks that want them don't hold.
     """
     group = wanted_by(target, pieces)
     order = np.lexsort((pieces.target, *pieces.shape.T[::-1], *pieces.offset.T[::-1], group))
@@ -232,14 +240,24 @@ def repeat_routes(target: ShardColumns, pieces: Pieces) -> tuple[Routes, Pieces]
 
 
 def _in_mixed_groups(group: Column, target: Column) -> Column:
-    """Return the rows of sorted groups that have more than one target."""
+    """Return the rows whose group occurs with more than one target shard; equal groups follow each other."""
     first = np.searchsorted(group, group)
     differs = target != target[first]
     return np.flatnonzero(np.isin(group, group[differs]))
 
 
 def carved_pieces(pieces: Pieces, group: Column, boxes: BoxColumns, box_group: Column) -> tuple[Pieces, Column, Pieces]:
-    """Return the parts of pieces that boxes of their group cover, the first box over each part, and the other parts."""
+    """Cut pieces along boxes: return the parts that boxes cover, and the rest.
+
+    Args:
+        pieces: Pieces to cut.
+        group: Group of each piece, int64 (pieces,); only boxes of the same group cut it.
+        boxes: Boxes to cut along.
+        box_group: Group of each box, int64 (boxes,).
+
+    Returns:
+        The covered parts, the row in `boxes` of the first box that covers each of them, and the uncovered parts.
+    """
     left, right = overlapping_pairs(group, pieces.offset, pieces.shape, box_group, boxes.offset, boxes.shape)
     cuts = carve_boxes(pieces.offset, pieces.shape, left, boxes.offset[right], boxes.shape[right])
     row = left[cuts.pair]
@@ -249,17 +267,23 @@ def carved_pieces(pieces: Pieces, group: Column, boxes: BoxColumns, box_group: C
 
 
 def wanted_by(target: ShardColumns, pieces: Pieces) -> Column:
-    """Return a number for each piece that identifies its key and rank together."""
+    """Return a number for each piece that stands for its key together with the rank that wants it."""
     return rank_groups(target.key[pieces.target], target.rank[pieces.target])
 
 
 def rank_groups(key: Column, rank: Column) -> Column:
-    """Return a number for each pair of key and rank; the key takes 32 bits of it."""
+    """Return a number for each pair of key and rank, with the key in the lower 32 bits."""
     return rank << 32 | key
 
 
 def as_routes(pieces: Pieces, source: Column, *, hop: int = 0) -> Routes:
-    """Return pieces as routes from the given rows."""
+    """Return a route for each piece, to the target shard that wants it.
+
+    Args:
+        pieces: Pieces to send.
+        source: Row of each sending shard, in the plan's `target` if `hop` is 1 or more, else in its `source`.
+        hop: Hop of all routes.
+    """
     return Routes(np.full(len(pieces), hop), source, pieces.target, pieces.offset, pieces.shape)
 
 
@@ -267,7 +291,7 @@ def as_routes(pieces: Pieces, source: Column, *, hop: int = 0) -> Routes:
 
 
 def least_bytes(source: ShardColumns, target: ShardColumns) -> int:
-    """Return the bytes of all elements that a rank holds only after the resharding, counted once for each such rank.
+    """Return the fewest bytes that any plan moves: each element that a rank lacks counts once for that rank.
 
     Args:
         source: Shards of all ranks before the resharding, with as many axes as the target.
@@ -286,12 +310,14 @@ def least_bytes(source: ShardColumns, target: ShardColumns) -> int:
 
 
 def sent_routes(places: HeldPlaces, target: ShardColumns, pieces: Pieces, shortest_cut: int) -> Routes:
-    """Return pieces as routes from the ranks that send them.
+    """Return the routes of pieces from ranks that hold them, with senders chosen so that all send about as much.
+
+    A large piece may be cut into parts that come from several ranks.
 
     Args:
         places: Places of the source's shards.
         target: Target shards of all ranks.
-        pieces: Pieces that their ranks don't hold, each at a place.
+        pieces: Pieces that the ranks that want them don't hold; none has place -1.
         shortest_cut: Lower bound of the size of a cut piece's parts, in bytes.
     """
     item_size = target.item_size[target.key[pieces.target]]
@@ -307,7 +333,15 @@ def sent_routes(places: HeldPlaces, target: ShardColumns, pieces: Pieces, shorte
 
 
 def _cut_pieces(pieces: Pieces, item: Column, begin: Column, end: Column, size: Column) -> Pieces:
-    """Return the parts of pieces between two bytes of each, cut across their longest axis."""
+    """Return parts of pieces, which are cut across their longest axes.
+
+    Args:
+        pieces: Pieces to cut.
+        item: Row of each part's piece, int64 (parts,).
+        begin: First byte of each part within its piece, int64 (parts,).
+        end: One past the last byte, int64 (parts,).
+        size: Size of each piece in bytes, int64 (pieces,).
+    """
     offset, shape = pieces.offset[item], pieces.shape[item]
     axis, rows = shape.argmax(axis=1), np.arange(item.size)
     row = size[item] // shape[rows, axis]
@@ -317,7 +351,11 @@ def _cut_pieces(pieces: Pieces, item: Column, begin: Column, end: Column, size: 
 
 
 def _lines(places: HeldPlaces, target: ShardColumns, pieces: Pieces, size: Column, row: Column) -> Iterator[HeldLine]:
-    """Yield the pieces that each set of several ranks holds, small sets first; pieces by place, box, then receiver."""
+    """Yield a line for each set of several ranks: the pieces that exactly these ranks hold. Smaller sets come first.
+
+    Within a line, pieces are ordered by place, box, then receiver. `size` and `row` are as in `HeldLine`, but for all
+    pieces.
+    """
     is_used = np.zeros(len(places.main), dtype=np.bool_)
     is_used[pieces.place] = True
     holders = find_holders(np.repeat(np.arange(is_used.size), places.holders), places.holder, is_used)
@@ -333,7 +371,10 @@ def _lines(places: HeldPlaces, target: ShardColumns, pieces: Pieces, size: Colum
 
 
 def _canonical(pieces: Pieces, group: Column, target: ShardColumns) -> Column:
-    """Return the order of pieces by group, place, box and rank; places are numbered by key, then box."""
+    """Return the rows of pieces, sorted by group, place, box and the rank that wants the piece.
+
+    The order is the same on all ranks, since places are numbered by key, then box.
+    """
     boxes = (*pieces.shape.T[::-1], *pieces.offset.T[::-1])
     # A column with one value has no effect on the order, but costs as much as any other.
     vary = [column for column in boxes if (column != column[:1]).any()]

@@ -54,7 +54,8 @@ class ReshardPlan:
         source: Shards of all ranks before the resharding.
         target: Shards of all ranks after the resharding.
         transfers: All transfers, including those within a rank, ordered by hop, to_rank, target, offset.
-        names: Keys of tensors by their other names in the target's trees, if the target was passed as trees.
+        names: Other names of tensors, for `explain`: the keys of the tensors at each path of the target's trees, and
+            of those that each factory builds. Empty if the target was passed as columns.
 
     Examples:
         >>> import torch, shardtree as st
@@ -128,7 +129,7 @@ class ReshardPlan:
 
     @property
     def links(self) -> dict[tuple[int, int], int]:
-        """Bytes of each link that carries any, by (from, to)."""
+        """Bytes that one rank sends to another, by (from, to); pairs of ranks that send nothing are left out."""
         moves = np.flatnonzero(self.transfers.from_rank != self.transfers.to_rank)
         ranks = int(self.transfers.to_rank.max(initial=0)) + 1
         pairs = self.transfers.from_rank[moves] * ranks + self.transfers.to_rank[moves]
@@ -265,7 +266,7 @@ def plan_reshard(
             overlap or be disjoint.
         shortest_cut: Lower bound in bytes of the parts into which a box is cut between senders.
         cast: Whether tensors are converted to the target's dtypes, as `load` does, before they are sent.
-        plain: Key patterns of values that need no scales, as for `load`.
+        plain: Patterns of keys whose values may be converted without their stored scales, as for `load`.
 
     Raises:
         TreeError: A side isn't a tree for each rank.
@@ -370,7 +371,7 @@ def peak_bytes(plan: ReshardPlan, schedule: Schedule) -> dict[int, int]:
 
 
 def _check_schedule(plan: ReshardPlan, schedule: Schedule) -> None:
-    """Raise an error unless pieces belong to transfers of the plan, between the same ranks."""
+    """Raise an error unless each piece of the schedule belongs to a transfer of the plan between the same ranks."""
     transfers, rows = plan.transfers, schedule.transfer
     if not rows.size or (
         rows.max() < len(transfers)

@@ -45,17 +45,18 @@ class Parts:
 
 
 def relay_parts(shape: Column, item: Column, ranks: Column, senders: Column, shortest_cut: int) -> Parts:
-    """Return the parts of boxes that several ranks want, each assigned to one of these ranks.
+    """Return parts of the boxes that several ranks want, each assigned to one of these ranks.
 
-    Boxes that the same ranks want and would get from the same senders are laid one behind the other, and that line is
-    divided into one equal interval for each of these ranks. So few boxes are cut, and a sender of a box to n of k ranks
-    sends n / k of it. If intervals can't be quite equal, the ranks with the fewest bytes so far get the longest ones.
+    Boxes that the same ranks want and would get from the same senders are laid end to end, and this line is divided
+    into one equal interval for each of the ranks, so that few boxes are cut. A sender that would send a box to n of
+    its k ranks sends about n / k of the box instead. If intervals can't be quite equal, the ranks with the fewest bytes
+    so far get the longest ones.
 
     Args:
         shape: Shape of each box, without zeros, int64 (boxes, axes).
         item: Bytes of an element, int64 (boxes,).
         ranks: Ranks that want each box, int64 (boxes, members).
-        senders: Ranks that would send the box to each of them, int64 (boxes, members).
+        senders: Rank that would send the box to each of `ranks`, int64 (boxes, members).
         shortest_cut: Lower bound of the size of a cut box's parts, in bytes.
 
     Examples:
@@ -86,7 +87,16 @@ def relay_parts(shape: Column, item: Column, ranks: Column, senders: Column, sho
 
 
 def _cuts(group: Column, begin: Column, end: Column, row: Column, members: int, shortest_cut: int) -> Column:
-    """Return the ascending positions at which the lines of groups, one behind the other, are cut into intervals."""
+    """Return the ascending byte offsets at which the groups' lines, laid end to end, are cut into intervals.
+
+    Args:
+        group: Number of each box's group, ascending; each group is a line, int64 (boxes,).
+        begin: Offset of each box's first byte, int64 (boxes,).
+        end: Offset one past its last byte, int64 (boxes,).
+        row: Granularity of each box's cuts in bytes; 0 for a box that must stay whole, int64 (boxes,).
+        members: Number of intervals in each line.
+        shortest_cut: Lower bound of the size of a cut box's parts, in bytes.
+    """
     first = np.flatnonzero(np.diff(group, prepend=-1))
     last = np.append(first[1:], group.size) - 1
     total = end[last] - begin[first]
@@ -96,9 +106,10 @@ def _cuts(group: Column, begin: Column, end: Column, row: Column, members: int, 
 
 
 def _assign(intervals: Column, ranks: Column) -> Column:
-    """Return the member that gets each interval, so that over all groups of the same ranks each gets about as much.
+    """Return the member that gets each interval, so that each rank gets about as much over all groups of its ranks.
 
-    The longest interval goes to the rank with least, so ranks never differ by more than the intervals of one group.
+    In each group, the longest interval goes to the rank with the fewest bytes so far. So the ranks' totals never differ
+    by more than the longest and the shortest interval of one group do.
 
     Args:
         intervals: Sizes of the intervals in bytes, int64 (groups, members).
@@ -159,7 +170,7 @@ def with_relays(plan: ReshardPlan, *, shortest_cut: int = SHORTEST_CUT) -> Resha
 
 
 def _wanted_by_several(number: Column, to_rank: Column) -> Column:
-    """Return the boxes that other ranks want too, by number, then rank; of a rank's equal boxes only the first."""
+    """Return the rows of boxes that several ranks want, by number, then rank; of a rank's equal boxes, the first."""
     order = np.lexsort((to_rank, number))
     first = order[np.any(np.diff(np.stack([number, to_rank])[:, order], prepend=-1) != 0, axis=0)]
     ranks = np.bincount(number[first])
@@ -167,12 +178,12 @@ def _wanted_by_several(number: Column, to_rank: Column) -> Column:
 
 
 def _relay_routes(plan: ReshardPlan, pieces: Routes, number: Column, shortest_cut: int) -> list[Routes]:
-    """Return the routes of both hops by which equal pieces reach all ranks that want them.
+    """Return the routes that bring equal pieces to all ranks that want them, in two hops.
 
     Args:
-        plan: Plan of the ranks.
-        pieces: Pieces, ordered by number, then rank.
-        number: Number of each piece's box, int64 (pieces,).
+        plan: Plan without relays.
+        pieces: Routes without relays of the boxes that several ranks want, ordered by number, then rank.
+        number: Number of each piece's box, the same for equal boxes, int64 (pieces,).
         shortest_cut: Lower bound of the size of a cut box's parts, in bytes.
     """
     _, first, count = np.unique(number, return_index=True, return_counts=True)
@@ -191,10 +202,10 @@ def _both_hops(pieces: Routes, member: Column, parts: Parts) -> list[Routes]:
     """Return the routes of each part to the rank that passes it on, and from there to the others.
 
     Args:
-        pieces: Pieces that are divided into parts.
-        member: Rows of the equal pieces that contain each part, one for each rank that wants it, int64 (parts,
+        pieces: Routes without relays of the boxes that are divided into parts.
+        member: Rows in `pieces` of the routes that contain each part, one for each rank that wants it, int64 (parts,
             members).
-        parts: Parts of these pieces.
+        parts: Parts of these boxes.
     """
     row = np.arange(len(member))
     first = rows_of(pieces, member[row, parts.member])
@@ -209,7 +220,7 @@ def _both_hops(pieces: Routes, member: Column, parts: Parts) -> list[Routes]:
 
 
 def _order_local_copies(transfers: Transfers) -> Transfers:
-    """Return transfers with copies out of a rank's target shards placed after everything that those shards receive."""
+    """Return the transfers, with each copy out of a target shard after everything that the shard receives."""
     own = (transfers.from_rank == transfers.to_rank) & (transfers.hop > 0)
     if not own.any():
         return transfers

@@ -21,7 +21,7 @@ _WAVES = 8
 
 
 def priorities(transfers: Transfers) -> tuple[Column, Column]:
-    """Return each transfer's priority, and the priority up to which it waits for transfers to its sender.
+    """Return each transfer's priority, and the last priority that must have reached its sender before it.
 
     Args:
         transfers: Transfers between ranks, ordered as in a plan.
@@ -47,7 +47,12 @@ def priorities(transfers: Transfers) -> tuple[Column, Column]:
 
 
 def _waves(rank: Column, nbytes: Column) -> Column:
-    """Return each transfer's wave, the eighth (0 to 7) of its receiver's bytes in which it begins; `rank` ascends."""
+    """Return each transfer's wave: the eighth (0 to 7) of the bytes to its receiver in which it begins.
+
+    Args:
+        rank: Receiver of each transfer, ascending, int64 (transfers,).
+        nbytes: Size of each transfer in bytes, int64 (transfers,).
+    """
     end = np.cumsum(nbytes)
     begins = np.flatnonzero(np.diff(rank, prepend=-1))
     count = np.diff(begins, append=rank.size)
@@ -58,7 +63,7 @@ def _waves(rank: Column, nbytes: Column) -> Column:
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Schedule:
-    """The elements of transfers that move in each step; transfers within a rank aren't in it.
+    """The pieces of transfers that move in each step, one per row; transfers within a rank are left out.
 
     A piece is the range [start, stop) of the elements of a transfer's box, in row-major order.
 
@@ -120,10 +125,10 @@ def schedule_transfers(
     Transfers are cut, between elements, where that helps. Every rank computes the same schedule. Relayed bytes leave in
     later steps than they arrive in, and no two ranks that both have room left have data ready for each other.
 
-    This bounds the number of steps. Let L be the most bytes that one rank sends and receives in all, and R the fewest
-    that it has in a full step: `max_bytes_in_flight`, less one element, plus 1. Then there are at most ``1 + 2 L / R``
-    steps, or ``2 + 3 L / R`` with relays, and no schedule has fewer than ``L / max_bytes_in_flight``. On random plans
-    this schedule has as many as that, rounded up, or one or two more.
+    This bounds the number of steps. Let L be the largest total of bytes that one rank sends and receives, and R the
+    fewest bytes that fill a rank's step: ``max_bytes_in_flight`` less the largest element, plus 1. There are at most
+    ``1 + 2 L / R`` steps, or ``2 + 3 L / R`` with relays. No schedule has fewer than ``L / max_bytes_in_flight``; on
+    random plans this one has as many as that, rounded up, or one or two more.
 
     Args:
         transfers: Transfers; those within a rank are left out.
@@ -177,7 +182,10 @@ def _pieces(
     pair: Column,
     amount: Column,
 ) -> Schedule:
-    """Return the pieces of transfers, cut at their ends and at the ends of a pair's bytes in a step."""
+    """Return the schedule: transfers, cut into pieces where the bytes that a pair of ranks moves in a step end.
+
+    `moving` has the transfers' rows in the order of `pairs`; `step`, `pair` and `amount` are from `pair_steps`.
+    """
     in_turn = np.lexsort((step, pair))
     end, chunk_end = np.cumsum(transfers.nbytes[moving]), np.cumsum(amount[in_turn])
     stop = np.sort(np.concatenate([end, chunk_end]), kind="stable")  # union1d is much slower: it hashes
@@ -207,21 +215,22 @@ def _pieces(
 
 
 def fill(amount: Column, one: Column, other: Column, room: Column, item: Column) -> Column:
-    """Return the part of each amount that passes: earlier amounts get all that fits, then later ones, as in a loop.
+    """Return the part of each amount that fits at both of its places; earlier amounts take precedence.
 
-    Of the remainder of an amount, not even one item fits at both of its places. Each round takes all amounts that
-    surely fit, because all before them do too, and then those that are the first at both of their places. So a few
-    rounds do the work of a loop over the amounts.
+    A place stands for a rank, or for a rank as sender or receiver, and has limited room. The result is that of a loop
+    that takes as many items of each amount as still fit at both places. Each round takes all amounts that surely fit,
+    because all before them do too, and then those that are the first at both of their places. So a few rounds do the
+    work of the loop.
 
     Args:
-        amount: Multiples of `item`, the most important first, int64 (amounts,).
-        one: Place that each amount passes, int64 (amounts,).
-        other: Second place that it passes, int64 (amounts,).
+        amount: Bytes to move, multiples of `item`, the most important first, int64 (amounts,).
+        one: First place of each amount, int64 (amounts,).
+        other: Second place of each amount, int64 (amounts,).
         room: Capacity of each place, int64 (places,).
         item: Indivisible unit of each amount, int64 (amounts,).
 
     Returns:
-        int64 (amounts,), multiples of `item`.
+        Bytes of each amount that fit, int64 (amounts,), multiples of `item`.
 
     Examples:
         >>> two = np.array([2, 2, 2])
@@ -246,7 +255,7 @@ def fill(amount: Column, one: Column, other: Column, room: Column, item: Column)
 
 
 def _running_sums(ends: Column, amount: Column) -> Column:
-    """Return the running sum of amounts at each of both places, up to and including each amount, int64 (amounts, 2)."""
+    """Return the sum of the amounts up to and including each one at its two places `ends`, int64 (amounts, 2)."""
     place = ends.ravel()
     order = np.argsort(place, kind="stable")
     total = np.cumsum(np.repeat(amount, 2)[order])
@@ -258,7 +267,7 @@ def _running_sums(ends: Column, amount: Column) -> Column:
 
 
 def _first(ends: Column, places: int) -> Mask:
-    """Return a mask of the rows that are the first at both of their places."""
+    """Return a mask of the amounts that are the first at both of their places; `ends` has two places per amount."""
     number = np.arange(len(ends))
     first = np.full(places, len(ends))
     np.minimum.at(first, ends[:, 0], number)
@@ -273,7 +282,7 @@ def _use(room: Column, ends: Column, amount: Column) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankPairs:
-    """The bytes that ranks have for each other, a row for each priority, sender and receiver.
+    """The bytes that ranks have for each other, with a row for each sender, receiver, priority and `needs`.
 
     Attributes:
         priority: Priority; lower ones go earlier, int64 (pairs,).
@@ -295,11 +304,11 @@ class RankPairs:
 
     @property
     def distance(self) -> Column:
-        """Distance from sender to receiver when both are numbered round a circle, int64 (pairs,).
+        """Distance from sender to receiver, if senders and receivers are numbered round one circle, int64 (pairs,).
 
-        Relaying pairs have a separate circle. So pairs at one distance share no sender and no receiver. If equally many
-        senders and receivers all have bytes for each other, as trainers for engines, the pairs at any one distance
-        include every rank.
+        So pairs with one distance share no sender and no receiver; pairs that relay have a circle of their own. If
+        equally many senders and receivers all have bytes for each other, as trainers for engines, the pairs of any
+        one distance include every rank.
         """
         distance = np.zeros_like(self.one)
         for mask in (self.needs < 0, self.needs >= 0):
@@ -312,17 +321,17 @@ class RankPairs:
 def pair_steps(pairs: RankPairs, room: int) -> tuple[Column, Column, Column]:
     """Return the bytes of each pair that move in each step, so that no rank exceeds its room.
 
-    Each step goes through the pairs that are ready and takes all that fits: by priority; at equal priority first those
-    whose ranks have most left to do, in whole steps; among equals by distance, so that in one step different senders
-    have different receivers. A rank that sends and receives divides its room between both, in proportion to the bytes
-    left of each, and a second pass takes everything that still fits.
+    Each step goes through the pairs that are ready, and takes as many bytes of each as fit. Lower priorities come
+    first; then pairs whose ranks need the most further steps; then lower distances, so that different senders have
+    different receivers in a step. A rank that both sends and receives divides its room in proportion to the bytes left
+    in each direction. A second pass takes everything that still fits.
 
     Args:
         pairs: Bytes to move.
         room: Bytes that a rank may send and receive together in a step; at least the largest item.
 
     Returns:
-        ``(step, pair, nbytes)``, ordered by step, int64.
+        Columns ``(step, pair, nbytes)``, int64, ordered by step; `pair` is a row of `pairs`.
 
     Examples:
         >>> at = np.array([0, 1])
@@ -362,21 +371,21 @@ def _one_step(pairs: RankPairs, distance: Column, left: Column, room: int) -> Co
 
 
 def _share(room: int, part: Column, whole: Column) -> Column:
-    """Return the room times part / whole, rounded down; large numbers are rounded before, so that none overflows."""
+    """Return ``room * part / whole``, rounded down; large numbers are rounded first, so that no product overflows."""
     # Both are shifted until room * part fits an int64.
     shift = max(0, room.bit_length() + int(whole.max()).bit_length() - 63)
     return np.asarray(room * (part >> shift) // np.maximum(whole >> shift, 1))
 
 
 def _ready(pairs: RankPairs, left: Column) -> Column:
-    """Return the pairs that have bytes left and whose sender has received all that it needs for them."""
+    """Return the rows of pairs that have bytes left and whose sender has received all that it needs for them."""
     comes = np.full(pairs.ranks, pairs.priority.max(initial=0))
     np.minimum.at(comes, pairs.other[left > 0], pairs.priority[left > 0])
     return np.flatnonzero((left > 0) & (pairs.needs < comes[pairs.one]))
 
 
 def _order(pairs: RankPairs, distance: Column, left: Column, room: int, rows: Column) -> Column:
-    """Return the order in which pairs are processed."""
+    """Return the order in which a step goes through the ready pairs `rows`, as `pair_steps` describes."""
     load = group_sums(pairs.one, left, pairs.ranks) + group_sums(pairs.other, left, pairs.ranks)
     urgent = -(-(load[pairs.one[rows]] + load[pairs.other[rows]]) // room)
     return np.lexsort((pairs.one[rows], distance[rows], -urgent, pairs.needs[rows], pairs.priority[rows]))

@@ -1,4 +1,4 @@
-"""A plan as text: each rank's sent, received and kept bytes, and each tensor's origins; and as a document."""
+"""A plan as text: tables of bytes per rank, link and step, and of each tensor's origins; and the plan as JSON."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SHOWN_STEPS = 32
 
 
 def totals_table(sends: Mapping[int, int], gets: Mapping[int, int], keeps: Mapping[int, int]) -> list[str]:
-    """Return a line for each rank, up to 32 of them, and one for all.
+    """Return the lines of a table of bytes: a heading, a line for each rank, up to 32 of them, and one of totals.
 
     Args:
         sends: Sent bytes by rank; the other mappings have the same ranks.
@@ -52,10 +52,10 @@ def totals_table(sends: Mapping[int, int], gets: Mapping[int, int], keeps: Mappi
 
 
 def link_lines(links: Mapping[tuple[int, int], int]) -> list[str]:
-    """Return lines of the links that carry most, and the number of the others.
+    """Return a line that counts the links and names those with the most bytes; no line if there are no links.
 
     Args:
-        links: Bytes by (from, to).
+        links: Bytes by (sender, receiver).
 
     Examples:
         >>> link_lines({(0, 1): 8, (1, 0): 16})
@@ -67,7 +67,7 @@ def link_lines(links: Mapping[tuple[int, int], int]) -> list[str]:
 
 
 def cast_lines(casts: Iterable[tuple[torch.dtype, torch.dtype]]) -> list[str]:
-    """Return the lines of casts, each with its number of tensors; no line if there are none.
+    """Return a line that counts the tensors that are cast, in total and by dtypes; no line if there are none.
 
     Args:
         casts: Dtypes before and after, for each tensor that is cast.
@@ -94,13 +94,15 @@ def cast_text(before: torch.dtype, after: torch.dtype) -> str:
 
 
 def steps_table(step: Column, from_rank: Column, to_rank: Column, nbytes: Column) -> list[str]:
-    """Return a line for each step, up to 32 of them: its bytes, and the rank with the most sent and received bytes.
+    """Return the lines of a table: for each step its bytes, and the rank that sends and receives the most.
+
+    At most 32 steps are listed. The arguments are columns of a `Schedule`.
 
     Args:
-        step: Number of the step, ascending, int64 (pieces,).
-        from_rank: Sender, int64 (pieces,).
-        to_rank: Receiver, int64 (pieces,).
-        nbytes: Size in bytes, int64 (pieces,).
+        step: Step of each piece, ascending, int64 (pieces,).
+        from_rank: Sender of each piece, int64 (pieces,).
+        to_rank: Receiver of each piece, int64 (pieces,).
+        nbytes: Size of each piece in bytes, int64 (pieces,).
 
     Examples:
         >>> for line in steps_table(*map(np.array, ([0, 0, 1], [0, 1, 0], [1, 2, 2], [8, 4, 2]))):
@@ -192,10 +194,10 @@ def _row(one: Origin) -> tuple[str, ...]:
 
 
 def names_of_tensors(trees: Iterable[tuple[Any, Any]]) -> dict[str, tuple[str, ...]]:
-    """Return the keys of tensors by their other names in trees: their paths, and factories' keys.
+    """Return the keys of tensors by their other names: the tensors' paths in trees, and the keys of factories.
 
     Args:
-        trees: Each rank's tree, with its result of `apply_factories`.
+        trees: A pair for each rank: its tree, and the result of `apply_factories` on it.
 
     Examples:
         >>> import torch
@@ -231,7 +233,7 @@ def tensor_origins(
         target: Shards of all ranks after the resharding.
         transfers: All transfers of the plan.
         name: Key of the tensor, or one of `names`.
-        names: Keys by other names, from `names_of_tensors`.
+        names: Keys of tensors by their other names, from `names_of_tensors`.
         casts: Dtypes before and after of tensors that are cast, by key.
 
     Raises:
@@ -299,7 +301,7 @@ def _kind_record(key: str, kind: TensorKind) -> dict[str, Any]:
 
 
 def plan_parts(text: str) -> Parts:
-    """Return the parts of a plan from its JSON text.
+    """Return the fields of a plan from its JSON text, after checking that the plan fills its target.
 
     Raises:
         MetadataError: The text isn't a plan of this version, or the plan doesn't fill its target.

@@ -27,9 +27,9 @@ class Transfers:
         target: Row of the receiving shard in the plan's `target`, int64 (transfers,).
         from_rank: Sender, int64 (transfers,).
         to_rank: Receiver; equal to `from_rank` if nothing moves between ranks, int64 (transfers,).
-        key: Tensor, numbered as in the plan's `target.keys`, int64 (transfers,).
-        offset: Offset of the box in the global tensor, right-aligned, int64 (transfers, axes).
-        shape: Shape of the box, int64 (transfers, axes).
+        key: Index of the tensor in the plan's `target.keys`, int64 (transfers,).
+        offset: Offset of the box in the global tensor, int64 (transfers, axes), padded on the left with zeros.
+        shape: Shape of the box, int64 (transfers, axes), padded on the left with ones.
         nbytes: Size of the box in bytes, int64 (transfers,).
         source_element: Offset of the first element in the sending shard's data, int64 (transfers,).
         source_stride: Strides of the sending shard's data along each axis, in elements, int64 (transfers, axes).
@@ -75,7 +75,7 @@ class Routes:
 
 
 def as_transfers(source: ShardColumns, target: ShardColumns, routes: Routes) -> Transfers:
-    """Return routes as transfers, in their order: by hop, to_rank, target, offset.
+    """Return routes as transfers, sorted by hop, to_rank, target and offset.
 
     Args:
         source: Shards of all ranks before the resharding, with as many axes as the target.
@@ -106,13 +106,13 @@ def as_transfers(source: ShardColumns, target: ShardColumns, routes: Routes) -> 
 
 
 def sending_shards(source: ShardColumns, target: ShardColumns, hop: Column, row: Column) -> ShardColumns:
-    """Return the sending shard of each transfer, which is the source's at hop 0 and the target's after.
+    """Return the sending shard of each transfer: a source shard at hop 0, a target shard at later hops.
 
     Args:
         source: Shards of all ranks before the resharding, with as many axes as the target.
         target: Shards of all ranks after the resharding.
         hop: Hop of each transfer, int64 (transfers,).
-        row: Row of the sending shard, int64 (transfers,).
+        row: Row of the sending shard in `source` or `target`, int64 (transfers,).
     """
     before, after = np.flatnonzero(hop == 0), np.flatnonzero(hop > 0)
     sources = select_rows(renumber_keys(source, target), row[before])
@@ -136,14 +136,14 @@ def renumber_keys(source: ShardColumns, target: ShardColumns) -> ShardColumns:
 
 
 def shard_memory(shards: ShardColumns, offset: Column) -> tuple[Column, Column]:
-    """Return the first elements of boxes in the data of shards, and the data's strides.
+    """Return the offset of each box's first element in the data of its shard, and the strides of that data.
 
     Args:
         shards: Shard of each box.
         offset: Offset of each box in the global tensor, int64 (boxes, axes).
 
     Returns:
-        Elements int64 (boxes,), and strides int64 (boxes, axes).
+        Offsets, int64 (boxes,), and strides, int64 (boxes, axes), both in elements.
     """
     # A flat range keeps the element order of its box, so the box's strides hold, from the range's start on.
     stride = row_major_strides(shards.shape)

@@ -51,12 +51,13 @@ from ...errors import IntegrityError, ShapeError, TreeError, TreePath, error_tex
 
 
 def assembled(columns: ShardColumns, shards: Sequence[ShardedTensor]) -> dict[str, Any]:
-    """Return the global tensors, by key. A tensor that a shard holds whole is that shard's tensor; others are new.
+    """Return the global tensors, by key.
 
-    Elements come from main replicas; without one, from the copy on the lowest rank.
+    If one shard holds a whole tensor, the result is the shard's own data. Otherwise it is a new tensor. Its elements
+    come from main replicas, or from the copy on the lowest rank where there is none.
 
     Args:
-        columns: Columns of all shards.
+        columns: Shards of all ranks, as columns.
         shards: The same shards, row by row.
 
     Raises:
@@ -94,7 +95,15 @@ def check_covered(columns: ShardColumns) -> None:
 
 
 def _rows_to_copy(columns: ShardColumns, number: int, rows: Column) -> list[int]:
-    """Return the rows that make up a tensor, in ascending precedence: later ones overwrite shared elements."""
+    """Return the rows of the shards that make up a tensor, in the order in which they are copied into it.
+
+    Later ones overwrite earlier ones where they overlap.
+
+    Args:
+        columns: Shards of all ranks.
+        number: Index of the tensor's key.
+        rows: Rows of all shards of the tensor.
+    """
     rows = rows[columns.elements[rows] > 0]
     mains = rows[columns.main[rows]]
     # Main replicas don't overlap here, so if they have as many elements as the tensor they cover it.
@@ -127,7 +136,14 @@ def _dense(data: Any) -> torch.Tensor:
 
 
 def _fill(whole: torch.Tensor, pieces: Sequence[torch.Tensor], boxes: BoxColumns, is_flat: Sequence[bool]) -> None:
-    """Copy each box of the pieces to its place, in order."""
+    """Copy boxes from shards into a global tensor, in order.
+
+    Args:
+        whole: Tensor to fill.
+        pieces: Data of each shard.
+        boxes: Boxes of the shards.
+        is_flat: Whether each shard is a flat range.
+    """
     axes = whole.dim()
     rows = zip(boxes.shard.tolist(), boxes.offset.tolist(), boxes.shape.tolist(), boxes.position.tolist(), strict=True)
     for shard, offset, shape, position in rows:
@@ -150,7 +166,7 @@ class _Slot:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _RankTree:
-    """A rank's tree, flattened: its shards and objects, and the tree with slots in their places."""
+    """A rank's tree, taken apart: its shards, its sharded objects, and the tree with a `_Slot` in place of each."""
 
     tensors: tuple[ShardedTensor, ...]
     objects: tuple[ShardedObject, ...]
@@ -162,11 +178,11 @@ def unshard(trees: RankTrees, *, rules: Mapping[str, ObjectRule] | None = None) 
 
     A shard is replaced by its global tensor, as a checkpoint would hold it; a factory by the tree that it builds, or by
     one tensor if all its shards have one key. A tensor that a shard holds whole isn't copied. If copies differ, the
-    main replica counts, and without one the copy on the lowest rank.
+    main replica counts, or the copy on the lowest rank if there is none.
 
     Args:
-        trees: Tree of each rank: a mapping by rank, or a sequence that begins with rank 0. They are joined: dicts by
-            key, lists and tuples of equal length by position.
+        trees: Tree of each rank: a mapping by rank, or a sequence that begins with rank 0. Dicts are joined by key,
+            lists and tuples of equal length by position.
         rules: Rules for arrays of several objects, such as one on each rank, by key pattern; see `reshard_objects`. A
             single object needs no rule. Objects that a rule drops are left out of the tree.
 
@@ -221,7 +237,7 @@ def _flatten(tree: Any) -> _RankTree:
 
 
 def _objects(objects: Sequence[ShardedObject], rules: Mapping[str, ObjectRule] | None) -> dict[str, Any]:
-    """Return each array's value as a single object, by key."""
+    """Return the global value of each array of objects, by key: its only object, or the result of its rule."""
     targets = []
     for key, array in held_arrays(objects).items():
         shape = array.all_shapes[0]
@@ -231,7 +247,7 @@ def _objects(objects: Sequence[ShardedObject], rules: Mapping[str, ObjectRule] |
 
 
 def _factory_slot(part: Any) -> Any:
-    """Return one slot for everything that a factory built if it has one key; else the slots of its leaves."""
+    """Return one slot if all that a factory built has one key; otherwise its tree, with slots in place of shards."""
     slots = map_shards(_slot, part)
     leaves = [leaf for _, leaf in leaves_with_paths(slots)]
     kinds = {leaf for leaf in leaves if isinstance(leaf, _Slot)}
@@ -239,12 +255,12 @@ def _factory_slot(part: Any) -> Any:
 
 
 def _slot(leaf: Any) -> Any:
-    """Return the slot for a shard's global value; another leaf unchanged."""
+    """Return the slot for the global value of a shard or sharded object; other leaves unchanged."""
     return _Slot(leaf.key, isinstance(leaf, ShardedTensor)) if isinstance(leaf, ShardedBase) else leaf
 
 
 def _join_slots(trees: Iterable[Any]) -> Any:
-    """Return the merged tree of several trees of slots."""
+    """Return all ranks' trees of slots, merged into one tree."""
     whole: Any = HOLE
     leaves: dict[TreePath, Any] = {}
     for tree in trees:

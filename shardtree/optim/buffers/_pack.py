@@ -1,4 +1,4 @@
-"""plan_buffers: parameters packed consecutively into buckets, each of which is cut into equal ranges for ranks."""
+"""plan_buffers: parameters packed one after another into buckets, each of which is cut into one range per rank."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Parameter = ShardedTensor | ShardedTensorFactory
 
 
 def parameter_shapes(parameters: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each parameter, by name.
+    """Return the shapes of parameters, by name.
 
     Args:
-        parameters: Shapes, or values with a shape, by name.
+        parameters: Shapes, tensors, shards or factories, by name.
 
     Raises:
         MetadataError: A value has no shape or is a flat range, or dtypes are mixed; the error names each value.
@@ -38,13 +38,13 @@ def parameter_shapes(parameters: Mapping[str, Any]) -> dict[str, tuple[int, ...]
     wrong = [text for name, value in parameters.items() if (text := _problem(name, value))]
     if wrong:
         fix = "Pass shapes, tensors or box shards; for a factory without data its tensor's shape."
-        raise MetadataError(error_text("plan_buffers: parameters that can't be placed", offenders=wrong, fix=fix))
+        raise MetadataError(error_text("plan_buffers: unusable parameters", offenders=wrong, fix=fix))
     _check_dtypes(parameters)
     return {name: _shape(value) or () for name, value in parameters.items()}
 
 
 def _problem(name: Any, value: Any) -> str | None:
-    """Return the reason why a parameter can't be placed; None if it can."""
+    """Return the reason why a parameter can't be part of a buffer; None if it can."""
     if not isinstance(name, str) or not name:
         return f"{name!r}: not a name"
     if isinstance(value, Parameter) and value.flattened_range is not None:
@@ -87,7 +87,7 @@ def check_parameters(plan: BufferPlan, parameters: Mapping[str, Any], doing: str
 
     Args:
         plan: Plan of the buffer.
-        parameters: Shards by name, perhaps with others that aren't in the plan.
+        parameters: Shards or factories by name; names that aren't in the plan are ignored.
         doing: Name of the operation in error messages.
 
     Raises:
@@ -136,19 +136,19 @@ def plan_buffers(
     order: Iterable[str] | None = None,
     alone: Collection[str] = (),
 ) -> BufferPlan:
-    """Return the plan of parameters in one contiguous buffer, with each rank's range of every bucket.
+    """Return the plan of a contiguous ZeRO-1 buffer: the position of each parameter, and each rank's range of a bucket.
 
     Parameters are placed one after another, each within one bucket. A bucket is closed after the parameter that brings
-    it to `bucket_size` elements or more.
+    it to `bucket_size` elements or more. Each bucket is cut into equal ranges, one per data-parallel rank.
 
     Args:
         parameters: Parameters of the model on a rank, by name: a shape, a tensor, a ShardedTensor, or a
-            ShardedTensorFactory with data. All dtypes must be equal; shapes have none.
+            ShardedTensorFactory with data. Those that have a dtype must have the same one.
         data_parallel: Number of ranks that share the buffer.
-        bucket_size: Size at which a bucket is closed; None for one bucket.
-        align: Divisor of each parameter's start, which is counted from the beginning of the buffer.
-        bucket_align: Divisor of each bucket's end, besides `data_parallel`.
-        order: Names in the buffer's order; by default the order of `parameters`.
+        bucket_size: Number of elements at which a bucket is closed; None for one bucket.
+        align: Alignment of parameters: each one's offset in the buffer is a multiple of it.
+        bucket_align: Alignment of buckets: each one's end is a multiple of it and of `data_parallel`.
+        order: Names of all parameters in the buffer's order; by default the order of `parameters`.
         alone: Names of parameters that get a bucket of their own.
 
     Raises:
@@ -218,7 +218,7 @@ def _names_in_order(shapes: Mapping[str, Any], order: Iterable[str] | None) -> l
     wrong += [f"{name!r} occurs {count} times" for name, count in counts.items() if count > 1]
     if wrong:
         fix = "Pass all names of `parameters`, each once, such as reversed(parameters)."
-        raise KeyMismatch(error_text("plan_buffers: order doesn't have all names once", offenders=wrong, fix=fix))
+        raise KeyMismatch(error_text("plan_buffers: order isn't a permutation of all names", offenders=wrong, fix=fix))
     return names
 
 
@@ -228,6 +228,6 @@ def _checked_names(field: str, names: Iterable[str], shapes: Mapping[str, Any]) 
     texts = list(names)
     unknown = [repr(name)[:200] for name in texts if not isinstance(name, str) or name not in shapes]
     if unknown:
-        heading = f"plan_buffers: {field} has names of no parameter"
+        heading = f"plan_buffers: unknown names in {field}"
         raise KeyMismatch(error_text(heading, offenders=unknown, fix="Pass names of `parameters`."))
     return texts

@@ -1,4 +1,4 @@
-"""BufferPlan: each parameter's place in a contiguous buffer, and each rank's ranges of it."""
+"""BufferPlan: each parameter's position in a contiguous buffer, and the ranges of the buffer that each rank has."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _LINES = 32
 def plan_lines(
     parameters: int, padding: int, buckets: Sequence[Sequence[int]], shares: Sequence[Sequence[int]]
 ) -> list[str]:
-    """Return a plan as two tables, of buckets and of ranks, up to 32 lines each.
+    """Return the lines of a plan's text: a summary, a table of buckets and a table of ranks, up to 32 lines each.
 
     Args:
         parameters: Number of parameters.
-        padding: Elements that belong to no parameter.
-        buckets: For each bucket: start, stop, number of parameters, number of their elements, and number of elements of
-            one rank's slice.
-        shares: For each rank: number of parameters with elements on the rank, and number of the elements.
+        padding: Number of the buffer's elements that belong to no parameter.
+        buckets: Row for each bucket: start, stop, number of parameters, number of their elements, and length of one
+            rank's slice.
+        shares: Row for each rank: number of parameters with elements on the rank, and number of these elements.
 
     Examples:
         >>> for line in plan_lines(2, 1, [(0, 10, 2, 9, 5)], [(1, 5), (2, 4)]):
@@ -51,11 +51,11 @@ def plan_lines(
 
 
 def place_lines(rows: Sequence[tuple[int, slice, slice]]) -> list[str]:
-    """Return each rank's range of a parameter, up to 32 lines.
+    """Return the lines of a table with each rank's range of a parameter, up to 32 lines.
 
     Args:
-        rows: For each rank: its number, the range as a slice of the parameter, and as a slice of the rank's part of the
-            bucket.
+        rows: Row for each rank: the rank, its range of the flattened parameter, and the position of this range in the
+            rank's slice of the bucket.
 
     Examples:
         >>> place_lines([(1, slice(0, 3), slice(1, 4))])
@@ -99,14 +99,14 @@ class BufferPlace:
 
 @dataclass(frozen=True, slots=True)
 class BufferRange:
-    """One rank's range of one parameter.
+    """The elements of one parameter that one rank has.
 
     Attributes:
         name: Name of the parameter.
         rank: Data-parallel rank.
-        bucket: Number of the parameter's bucket.
-        taken: Position of the range in the rank's slice of that bucket.
-        flattened_range: Position of the range in the row-major flattened parameter.
+        bucket: Index of the parameter's bucket.
+        taken: Position of these elements in the rank's slice of that bucket.
+        flattened_range: Position of these elements in the row-major flattened parameter.
     """
 
     name: str
@@ -118,13 +118,14 @@ class BufferRange:
 
 @dataclass(frozen=True, slots=True)
 class BufferPlan:
-    """Places of parameters in a contiguous buffer, whose buckets are cut into one range per rank; prints as a table.
+    """Layout of parameters in a contiguous buffer, as `plan_buffers` returns it; prints as tables.
 
-    All sizes and offsets are in elements. `plan_buffers` returns such a plan.
+    The buffer consists of buckets. Each bucket is cut into slices of equal length, one for each data-parallel rank. All
+    sizes and offsets are in elements.
 
     Attributes:
-        data_parallel: Number of ranks that share each bucket, in equal ranges.
-        places: Parameters, in the buffer's order.
+        data_parallel: Number of ranks that share each bucket.
+        places: Positions of the parameters, in the buffer's order.
         buckets: (start, stop) of each bucket in the buffer; buckets are consecutive.
     """
 
@@ -146,13 +147,14 @@ class BufferPlan:
 
     @property
     def slice_lengths(self) -> tuple[int, ...]:
-        """Number of elements of a rank's slice, for each bucket."""
+        """Length of a rank's slice of each bucket."""
         return tuple((stop - start) // self.data_parallel for start, stop in self.buckets)
 
     def ranges(self, rank: int) -> tuple[BufferRange, ...]:
-        """Return a rank's ranges of parameters, in the buffer's order; parameters that it has no part of are left out.
+        """Return the ranges of parameters that a rank has, in the buffer's order.
 
-        A parameter that has no elements at all is an empty range on one rank, so that it is stored.
+        Parameters without elements on the rank are left out. But a parameter that has no elements at all gets an empty
+        range on one rank, so that it is stored.
 
         Args:
             rank: Data-parallel rank.
@@ -170,7 +172,7 @@ class BufferPlan:
         return tuple(self._range(place, rank) for place in self.places if rank in self._ranks(place))
 
     def holders(self, name: str) -> tuple[BufferRange, ...]:
-        """Return a parameter's ranges, by rank.
+        """Return a parameter's ranges on the ranks that have elements of it, in the order of ranks.
 
         Raises:
             KeyMismatch: The parameter isn't in the buffer.
@@ -211,7 +213,7 @@ class BufferPlan:
         return "\n".join(plan_lines(len(self.places), self.padding, buckets, self._rank_counts().tolist()))
 
     def _rank_counts(self) -> Column:
-        """Return, for each rank, the numbers of its parameters and of their elements on it, int64 (ranks, 2)."""
+        """Return the number of parameters on each rank, and the number of their elements there, int64 (ranks, 2)."""
         # Computed from each parameter's first and last rank, without listing the ranges of all ranks in between.
         counts = np.zeros((self.data_parallel, 2), dtype=np.int64)
         for place in self.places:
@@ -230,12 +232,12 @@ class BufferPlan:
         raise KeyMismatch(error_text(heading, expected=f"one of {len(self.places)} names", fix=fix))
 
     def _share(self, place: BufferPlace) -> tuple[int, int]:
-        """Return the start of a parameter's bucket, and the length of each rank's range."""
+        """Return the start of a parameter's bucket, and the length of a rank's slice of it."""
         start, stop = self.buckets[place.bucket]
         return start, (stop - start) // self.data_parallel
 
     def _ranks(self, place: BufferPlace) -> range:
-        """Return the ranks that have elements of a parameter."""
+        """Return the ranks that have a range of a parameter; one rank for a parameter without elements."""
         first, length = self._share(place)
         if not length:  # a bucket without elements
             return range(1)
@@ -270,7 +272,7 @@ def checked_rank(plan: BufferPlan, rank: int) -> int:
 
 
 def check_plan(plan: object, doing: str) -> None:
-    """Raise MetadataError unless the argument is a plan of buffers.
+    """Raise MetadataError unless the argument is a BufferPlan.
 
     Examples:
         >>> check_plan(BufferPlan(2, (), ()), "flat_shards")
@@ -283,7 +285,7 @@ def check_plan(plan: object, doing: str) -> None:
 
 
 def check_dtype(dtype: object, doing: str) -> None:
-    """Raise MetadataError unless the argument is a dtype.
+    """Raise MetadataError unless the argument is a `torch.dtype`.
 
     Examples:
         >>> check_dtype(torch.float32, "flat_targets")

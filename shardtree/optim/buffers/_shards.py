@@ -1,4 +1,4 @@
-"""Flat-range shards: a rank's slices as ranges of the parameters' global tensors, with data and without."""
+"""A rank's slices of a ZeRO-1 buffer as shards: flat ranges of the parameters, with data or as targets of a load."""
 
 from __future__ import annotations
 
@@ -19,12 +19,15 @@ from ._plan import BufferPlan, BufferRange, check_dtype, check_plan, checked_ran
 
 
 def slice_views(plan: BufferPlan, rank: int, slices: Sequence[Any]) -> dict[str, Any]:
-    """Return a view of each parameter's range in a rank's slices; parameters without a range there are left out.
+    """Return views of the parameters' elements in a rank's slices, by name.
+
+    Parameters without elements on the rank are left out.
 
     Args:
         plan: Plan of the buffer.
         rank: Data-parallel rank.
-        slices: One 1-D tensor per bucket, with lengths `plan.slice_lengths`: main parameters, or one kind of state.
+        slices: The rank's slice of each bucket, 1-D with the lengths `plan.slice_lengths`: main parameters, or one
+            kind of state.
 
     Raises:
         MetadataError: There is no such rank.
@@ -53,13 +56,16 @@ def buffer_slices(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> list[torch.Tensor]:
-    """Return a rank's slices in new memory, one per bucket, with zeros as padding; undoes `slice_views`.
+    """Return a rank's slices, one per bucket, filled from the parameters' ranges; the inverse of `slice_views`.
+
+    The slices are new tensors, with zeros as padding.
 
     Args:
         plan: Plan of the buffer.
         rank: Data-parallel rank.
-        tree: Range of each parameter with elements on the rank, by name: a 1-D tensor, or a shard with data.
-        dtype: Dtype of the slices, and of the ranges in `tree`, which may be empty on a rank.
+        tree: Elements of each parameter on the rank, by name: a 1-D tensor, or a shard or factory with data. It is
+            empty for a rank without parameters.
+        dtype: Dtype of the slices and of all tensors in `tree`.
         device: Device of the slices.
 
     Raises:
@@ -91,7 +97,7 @@ def _check_slices(plan: BufferPlan, rank: int, slices: Sequence[Any]) -> None:
         is_list = isinstance(slices, Sequence) and not isinstance(slices, (str, Mapping))
         found = plural(len(slices), "tensor") if is_list else type(slices).__name__
         expected = f"a list of {plural(len(lengths), 'tensor')}, one per bucket"
-        fix = "Pass a list, [tensor] for a plan of one bucket; see `plan.slice_lengths`."
+        fix = "Pass a list with a tensor for each of `plan.slice_lengths`, even if there is only one bucket."
         raise ShapeError(
             error_text(f"{subject}: slices don't fit the buckets", found=found, expected=expected, fix=fix)
         )
@@ -101,7 +107,7 @@ def _check_slices(plan: BufferPlan, rank: int, slices: Sequence[Any]) -> None:
         if tuple(getattr(part, "shape", ())) != (length,) or not hasattr(part, "narrow")
     ]
     if wrong:
-        fix = "Pass the rank's own range of each bucket, padding included: 1-D, of `plan.slice_lengths`."
+        fix = "Pass the rank's slice of each bucket with its padding: 1-D, with the lengths `plan.slice_lengths`."
         raise ShapeError(error_text(f"{subject}: slices of another length than planned", offenders=wrong, fix=fix))
     if len({part.dtype for part in slices}) > 1:
         of_each = [f"bucket {bucket}: {part.dtype}" for bucket, part in enumerate(slices)]
@@ -110,7 +116,14 @@ def _check_slices(plan: BufferPlan, rank: int, slices: Sequence[Any]) -> None:
 
 
 def _checked_tree(rank: int, tree: Any, lengths: Mapping[str, int], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Return the tensors of a rank's parameters, after checking that each range has its tensor."""
+    """Return the tensors in a tree, after checking that they are the ranges of the rank's parameters.
+
+    Args:
+        rank: Data-parallel rank, for errors.
+        tree: Tensors, shards or factories by name.
+        lengths: Length of each parameter's range on the rank, by name.
+        dtype: Expected dtype.
+    """
     subject = f"buffer_slices: rank {rank}"
     if not isinstance(tree, Mapping):
         found, fix = type(tree).__name__, "Pass {name: tensor}, such as the result of a load of `flat_targets`."
@@ -118,8 +131,8 @@ def _checked_tree(rank: int, tree: Any, lengths: Mapping[str, int], dtype: torch
     wrong = [f"{name!r} is missing" for name in lengths if name not in tree]
     wrong += [f"{name!r}: the rank has no elements of it" for name in tree if name not in lengths]
     if wrong:
-        fix = "Pass the names of `plan.ranges(rank)`, for one kind of state."
-        raise KeyMismatch(error_text(f"{subject}: names differ from those of its ranges", offenders=wrong, fix=fix))
+        fix = "Pass one kind of state, with exactly the names in `plan.ranges(rank)`."
+        raise KeyMismatch(error_text(f"{subject}: wrong names in tree", offenders=wrong, fix=fix))
     tensors = {name: _tensor(tree[name]) for name in lengths}
     wrong = [
         f"{name!r}: {_kind(tensor)}, not ({length},) {dtype}"
@@ -128,7 +141,7 @@ def _checked_tree(rank: int, tree: Any, lengths: Mapping[str, int], dtype: torch
         or (tensor.dtype, tuple(tensor.shape)) != (dtype, (length,))
     ]
     if wrong:
-        fix = "Pass each range as a 1-D tensor, and dtype= unless it is torch.float32."
+        fix = "Pass each range as a 1-D tensor; and pass dtype= if it isn't torch.float32."
         raise ShapeError(error_text(f"{subject}: wrong shapes or dtypes", offenders=wrong, fix=fix))
     empty = [repr(name) for name, tensor in tensors.items() if tensor.is_meta]
     if empty:
@@ -158,25 +171,26 @@ def flat_shards(
     prefix: str = "",
     replica_id: ReplicaFunction | None = None,
 ) -> dict[str, Parameter]:
-    """Return a rank's slices as shards by name; their data are views. Parameters without elements there are left out.
+    """Return a rank's slices of a buffer as shards that can be saved, one per parameter, by name.
 
-    Each shard is the parameter's shard or factory, with the range's data and `flattened_range`. So it can be saved, and
-    any layout can load it: other ranks' ranges, another number of ranks, or boxes.
+    Each shard is the parameter's shard or factory, with the `flattened_range` that the rank has, and with a view of the
+    slice as data. Any layout can load what was saved: another number of ranks, or boxes. Parameters without elements on
+    the rank are left out.
 
     Args:
         plan: Plan of the buffer.
         rank: Data-parallel rank.
-        slices: One tensor per bucket, of any dtype: main parameters, or one kind of state.
-        parameters: Boxes or factories for which the buffer was planned, by name, perhaps with others.
+        slices: The rank's slice of each bucket, of any dtype: main parameters, or one kind of state.
+        parameters: Box shards or factories for which the buffer was planned, by name; other names are ignored.
         prefix: Prefix of the keys, joined by a dot, such as "optimizer.state.exp_avg".
-        replica_id: Function from a parameter's replica id to the replica id of its ranges. Data-parallel ranks hold
-            copies of a parameter, but ranges of their own, so the number that distinguishes the copies must become 0.
-            By default, that number is the last of a tuple, as in Megatron-Core (pipeline, tensor, data parallel). A
-            single number other than 0 is ambiguous, and an error. If parameters are described without the data-parallel
-            axis, pass ``lambda replica: replica``.
+        replica_id: Function from a parameter's replica id to that of its ranges. Data-parallel ranks hold copies of a
+            parameter, but different ranges, so the data-parallel number of the replica id must become 0. By default,
+            the last number of a tuple becomes 0, as in Megatron-Core (pipeline, tensor, data parallel); 0 alone stays,
+            and any other single number is an error. If the replica ids don't count data-parallel ranks, pass
+            ``lambda replica: replica``.
 
     Raises:
-        MetadataError: There is no such rank, or a replica id has no data-parallel part.
+        MetadataError: There is no such rank, or it is unknown which number of a replica id is the data-parallel one.
         KeyMismatch: Some parameters are missing.
         ShapeError: The number, length or dtype of slices is wrong, or parameters have another shape.
 
@@ -203,18 +217,18 @@ def flat_targets(
     prefix: str = "",
     replica_id: ReplicaFunction | None = None,
 ) -> dict[str, Parameter]:
-    """Return the shards of `flat_shards` without memory, as targets of a load. Their data are meta tensors.
+    """Return the shards that `flat_shards` would return, with meta tensors as data, as targets of a load.
 
     Args:
         plan: Plan of the buffer.
         rank: Data-parallel rank.
-        parameters: Boxes or factories for which the buffer was planned, by name, perhaps with others.
+        parameters: Box shards or factories for which the buffer was planned, by name; other names are ignored.
         dtype: Dtype of the state.
         prefix: Prefix of the keys, joined by a dot, such as "optimizer.state.exp_avg".
-        replica_id: Function from a parameter's replica id to the replica id of its ranges, as for `flat_shards`.
+        replica_id: Function from a parameter's replica id to that of its ranges, as for `flat_shards`.
 
     Raises:
-        MetadataError: There is no such rank, or a replica id has no data-parallel part.
+        MetadataError: There is no such rank, or it is unknown which number of a replica id is the data-parallel one.
         KeyMismatch: Some parameters are missing.
         ShapeError: Parameters have another shape.
 
@@ -249,7 +263,7 @@ def _shards(
             error_text("flat_shards: prefix isn't a string", found=type(prefix).__name__, expected="a string")
         )
     if replica_id is not None and not callable(replica_id):
-        heading, fix = "flat_shards: replica_id doesn't fit", "Pass lambda replica: ..., from a replica id to another."
+        heading, fix = "flat_shards: replica_id isn't a function", "Pass a function from a replica id to another."
         raise MetadataError(error_text(heading, found=type(replica_id).__name__, expected="a function", fix=fix))
     # Data-parallel ranks hold copies of a parameter, but different ranges, so each range is the main replica, and the
     # only one.
@@ -275,7 +289,10 @@ def _without_data_parallel(replica: ReplicaId) -> ReplicaId:
 def _check_replicas(
     parameters: Mapping[str, Parameter], ranges: Sequence[BufferRange], replica_id: ReplicaFunction | None
 ) -> None:
-    """Raise an error if it is unknown which number of a replica id belongs to the data-parallel axis."""
+    """Raise an error if `replica_id` is None and a parameter's replica id is a single number other than 0.
+
+    Whether such a number counts data-parallel ranks is unknown.
+    """
     if replica_id is not None:
         return
     # In pure data parallelism the number should become 0; beside tensor parallelism it may have to stay. A wrong guess
@@ -283,9 +300,9 @@ def _check_replicas(
     unclear = [part.name for part in ranges if isinstance(number := parameters[part.name].replica_id, int) and number]
     if unclear:
         lines = [f"{name!r}: replica_id {parameters[name].replica_id}" for name in unclear]
-        heading = "flat_shards: replica ids without a known data-parallel part"
+        heading = "flat_shards: replica ids whose data-parallel number is unknown"
         fix = (
-            "Pass replica_id=lambda replica: 0 where only data-parallel ranks hold copies, or lambda replica: replica "
-            "where shards are described without them; or give parameters (..., data-parallel rank) as replica_id."
+            "Pass replica_id=lambda replica: 0 if only data-parallel ranks hold copies, or lambda replica: replica if "
+            "the numbers don't count them; or give the parameters tuples (..., data-parallel rank) as replica ids."
         )
         raise MetadataError(error_text(heading, offenders=lines, fix=fix))

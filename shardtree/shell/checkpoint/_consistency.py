@@ -1,4 +1,7 @@
-"""Descriptions of layouts, which ranks exchange before a save or load; their checks; unions of common states."""
+"""Consistency of ranks before a save or load: they exchange descriptions of their shards, and check them together.
+
+The module also makes and reads the field of metadata.json for a common state that is the union of ranks' states.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +31,12 @@ _Row: TypeAlias = tuple[str, TensorKind, tuple[int, ...], tuple[int, ...], int, 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KnownLayout:
-    """All ranks' shards as passed to this rank, checked to contain this rank's shards.
+    """The layout of all ranks' shards, as the caller passed it on this rank; checked against this rank's tree.
 
     Attributes:
-        columns: Columns of all ranks' shards, sorted by rank, key, offset, shape and flat range.
-        order: For each of this rank's rows, the index of its shard in the tree, int64 (own shards,).
-        digest: Hash of the columns, which doesn't depend on their original order.
+        columns: All ranks' shards, one row each, sorted by rank, key, offset, shape and flat range.
+        order: Index in this rank's tree of the shard in each row of this rank, int64 (shards of this rank,).
+        digest: Hash of the columns; the order in which the caller passed the rows has no influence.
     """
 
     columns: ShardColumns
@@ -42,11 +45,11 @@ class KnownLayout:
 
 
 def known_layout(doing: str, layout: object, shards: Sequence[ShardedTensor], rank: int, ranks: int) -> KnownLayout:
-    """Return a layout that the caller passed, matched with a rank's own shards.
+    """Return the caller's layout of all ranks, after checking that its rows for this rank are this rank's shards.
 
     Args:
         doing: "save" or "load".
-        layout: Columns of all ranks, in any order of rows.
+        layout: `ShardColumns` with a row for each shard of each rank, in any order.
         shards: Shards of this rank's tree.
         rank: This rank.
         ranks: Number of ranks.
@@ -79,7 +82,7 @@ def known_layout(doing: str, layout: object, shards: Sequence[ShardedTensor], ra
 
 
 def _with_used_keys(columns: ShardColumns) -> ShardColumns:
-    """Return columns without the keys that no row uses; `select_rows` keeps such keys."""
+    """Return columns without the keys that no row refers to, such as those that `select_rows` leaves."""
     is_used = np.bincount(columns.key, minlength=len(columns.keys)) > 0
     return replace(
         columns,
@@ -90,13 +93,13 @@ def _with_used_keys(columns: ShardColumns) -> ShardColumns:
 
 
 def _place_order(columns: ShardColumns) -> Column:
-    """Return the indices that sort rows by rank, key, offset, shape and flat range."""
+    """Return the permutation that sorts rows by rank, key, offset, shape and flat range."""
     places = (*columns.shape.T[::-1], *columns.offset.T[::-1])
     return np.lexsort((columns.main, columns.stop, columns.start, *places, columns.key, columns.rank))
 
 
 def _rows(columns: ShardColumns) -> list[_Row]:
-    """Return rows as comparable values that don't depend on other rows."""
+    """Return each row as a tuple with the key itself instead of its index, so that rows of two layouts compare."""
     lists = (columns.key, columns.offset, columns.shape, columns.start, columns.stop, columns.main)
     rows = zip(*(column.tolist() for column in lists), strict=True)
     return [_row(columns, *row) for row in rows]
@@ -130,13 +133,13 @@ def _digest(columns: ShardColumns) -> str:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayoutDescription:
-    """A rank's part of a layout, without data.
+    """A rank's message about its shards to the other ranks, without data.
 
     Attributes:
-        columns: Columns of its tensor shards, packed if there are other ranks; empty if all ranks know them already.
-        objects: Columns of its sharded objects.
-        common: Hash of its common tree; None if it isn't compared.
-        layout: Hash of all ranks' tensor shards; None if the caller passed no layout.
+        columns: The rank's tensor shards, packed if there are other ranks; empty if the caller passed a layout.
+        objects: The rank's sharded objects.
+        common: Hash of the rank's common tree; None if common trees are not compared.
+        layout: Hash of the layout of all ranks that the caller passed; None if there is none.
     """
 
     columns: PackedColumns | ShardColumns
@@ -154,7 +157,16 @@ def describe(
     *,
     ranks: int,
 ) -> LayoutDescription:
-    """Return the description of a rank's shards for the other ranks; tensors of a known layout are omitted."""
+    """Return the description of a rank's shards for the other ranks.
+
+    Args:
+        tensors: Tensor shards of the rank.
+        objects: Sharded objects of the rank.
+        rank: The rank.
+        common: Hash of the rank's common tree; None if common trees are not compared.
+        layout: Layout of all ranks that the caller passed. All ranks have it, so only its hash is sent.
+        ranks: Number of ranks.
+    """
     # All ranks have the known layout already, so only its hash is sent.
     plain = layouts.shard_columns(tensors if layout is None else (), rank)
     columns = pack_columns(plain, rank) if ranks > 1 else plain
@@ -163,7 +175,7 @@ def describe(
 
 
 def brief(description: LayoutDescription | None, ranks: int) -> LayoutDescription | None:
-    """Return a description without a long table of keys, which `complete` sends later."""
+    """Return a rank's description as first sent: without its table of keys if that is long; `complete` sends it."""
     if description is None or isinstance(description.columns, ShardColumns):
         return description
     return replace(description, columns=without_long_table(description.columns, ranks))
@@ -172,7 +184,9 @@ def brief(description: LayoutDescription | None, ranks: int) -> LayoutDescriptio
 def complete(
     world: World, own: LayoutDescription | None, descriptions: Sequence[LayoutDescription | None]
 ) -> list[LayoutDescription | None]:
-    """Return all ranks' descriptions with their omitted tables; one all-gather if any was omitted, else none.
+    """Return all ranks' descriptions, with the tables of keys that `brief` omitted.
+
+    This takes one all-gather if a table was omitted, otherwise none.
 
     Args:
         world: Ranks that take part.
@@ -193,11 +207,11 @@ def check_together(
     """Return all ranks' shards, after checking that they fit together.
 
     Args:
-        doing: "save" or "load".
-        descriptions: Descriptions by rank.
-        layout: Layout of all ranks that was passed to this rank.
-        tiling: Whether each element and object must have exactly one main replica; otherwise only the hashes
-            of layouts that were passed are compared.
+        doing: "save" or "load", for the error text.
+        descriptions: Complete description of each rank, by rank.
+        layout: Layout of all ranks that the caller passed on this rank; None if there is none.
+        tiling: Whether each element and object must have exactly one main replica. Otherwise the only check is
+            that the caller passed the same layout on all ranks, or none.
 
     Raises:
         IntegrityError: ranks disagree about a tensor, an element or object doesn't have exactly one main replica, or
@@ -229,7 +243,7 @@ def _different_layouts(doing: str, digests: Sequence[str | None]) -> IntegrityEr
 
 
 def check_common(commons: Sequence[Any]) -> None:
-    """Raise unless all ranks have equal common trees, apart from holes in dicts.
+    """Raise unless all ranks have equal common trees; holes in dicts, which stand for shards, may differ.
 
     Args:
         commons: Common trees by rank.
@@ -257,9 +271,9 @@ _MOST_ENTRIES = 10_000  # keeps metadata.json small; without the field, a load r
 
 
 def unions_field(unions: United) -> dict[str, Any]:
-    """Return the field of metadata.json that records united dicts, as a dict.
+    """Return a dict with the field of metadata.json that records the dicts in which ranks had different keys.
 
-    It is empty if no dict was united, or if there are too many entries, or one has no JSON form.
+    The result is empty if there are no such dicts, if there are too many entries, or if a key has no JSON form.
 
     Examples:
         >>> unions_field({("optim", "lr"): {"type"}}), unions_field({("optim",): {(1, 2)}}), unions_field({})
@@ -272,13 +286,14 @@ def unions_field(unions: United) -> dict[str, Any]:
 
 
 def unions_of(fields: Mapping[str, Any]) -> United:
-    """Return the dicts in which ranks had different keys when they saved, as far as metadata.json records them.
+    """Return the dicts in which ranks had different keys when they saved, as `unions_field` recorded them.
 
     Args:
         fields: Fields of metadata.json.
 
     Returns:
-        The keys that all ranks had, by the path of their dict in the common state.
+        A mapping from the path of each such dict in the common state to the keys that all ranks had; empty if
+        metadata.json has no such field.
 
     Raises:
         CorruptCheckpoint: the field is invalid.

@@ -1,4 +1,4 @@
-"""Resolution of a caller's strategies to functions, and checks of options."""
+"""Resolution of the strategies that a caller chose to formats and functions, and checks of options."""
 
 from __future__ import annotations
 
@@ -32,12 +32,14 @@ DEFAULT_BACKEND = ("safetensors", 1)
 
 
 def backend_of(choice: Choice, default: tuple[str, int], strategies: Strategies | None) -> tuple[str, int]:
-    """Return the (backend, version) of a choice; the default for a function, which replaces only one row.
+    """Return the (backend, version) that a caller's choice stands for.
+
+    The default stands for None and for functions: a function replaces only one function of the default format.
 
     Args:
         choice: Choice to resolve. A name means the default's version if the default has that name, and otherwise the
             latest version that can save.
-        default: Pair for None and for functions.
+        default: Default (backend, version).
         strategies: Dispatch table; None for the process's.
 
     Raises:
@@ -73,10 +75,10 @@ def _latest(backend: str, strategies: Strategies | None) -> int:
 
 
 def backends_of(sharded: Choice, common: Choice, strategies: Strategies | None) -> Backends:
-    """Return the backends of a save's choices.
+    """Return the backends that a save uses for the shards and for the common state.
 
-    If the caller chose no backend for the common state, the common state gets the shards' backend, or the native format
-    if the shards' backend can't save common states.
+    By default, the common state gets the shards' backend, or the native format if the shards' backend can't save common
+    states.
 
     Raises:
         StrategyError: a choice is neither None, nor a name, a pair or a function.
@@ -92,10 +94,10 @@ def backends_of(sharded: Choice, common: Choice, strategies: Strategies | None) 
 
 
 def objects_backend(sharded: Backend, common: Backend, strategies: Strategies | None) -> Backend | None:
-    """Return the backend of a save's objects: the shards' or the common state's; None if neither can hold objects.
+    """Return the backend that stores a save's objects: the shards' or the common state's; None if neither can.
 
-    A format without a LOAD_OBJECTS row holds only tensors. The common state's format then holds the objects, if it has
-    no PUBLISH row: the shards' format publishes.
+    A format without a LOAD_OBJECTS row holds only tensors. The common state's format then holds the objects, unless it
+    has a PUBLISH row of its own, since only one format can publish the checkpoint, and that is the shards' format.
 
     Examples:
         >>> objects_backend(("huggingface", 1), ("safetensors", 1), None)
@@ -126,10 +128,16 @@ def are_objects_beside(sharded: Backend, common: Backend, strategies: Strategies
 def strategy_of(
     action: StrategyAction, choice: Choice, default: tuple[str, int], strategies: Strategies | None
 ) -> Strategy:
-    """Return the function that a choice selects for an action.
+    """Return the function for an action: the caller's own, or the one of the format that the caller chose.
+
+    Args:
+        action: Action that the function performs.
+        choice: The caller's choice of a format or a function.
+        default: Default (backend, version).
+        strategies: Dispatch table; None for the process's.
 
     Raises:
-        StrategyError: the table has no such row.
+        StrategyError: the table has no function of that format for the action.
     """
     if choice is not None and callable(choice):
         return choice
@@ -137,17 +145,17 @@ def strategy_of(
 
 
 def sharded_backend(fields: Mapping[str, Any]) -> tuple[str, int]:
-    """Return backend and version of a checkpoint's tensors."""
+    """Return the backend and version that stored a checkpoint's tensors, from the fields of metadata.json."""
     return fields["sharded_backend"], fields["sharded_backend_version"]
 
 
 def common_backend(fields: Mapping[str, Any]) -> tuple[str, int]:
-    """Return backend and version of a checkpoint's common state."""
+    """Return the backend and version that stored a checkpoint's common state, from the fields of metadata.json."""
     return fields["common_backend"], fields["common_backend_version"]
 
 
 def check_options(doing: str, options: object, kind: type) -> None:
-    """Raise unless options are None or an instance of their class, with callable `progress` and `report`.
+    """Raise unless options are None or an instance of a class, `kind`, with functions as `progress` and `report`.
 
     Raises:
         MetadataError: the options are of another class, or a field isn't a function.
@@ -163,7 +171,7 @@ def check_options(doing: str, options: object, kind: type) -> None:
 
 
 def given_options(doing: str, options: Options | None, kind: type[Options]) -> Options:
-    """Return the options, or the defaults for None; raises as `check_options`."""
+    """Return the options after `check_options`, or an instance of their class with the defaults for None."""
     check_options(doing, options, kind)
     return kind() if options is None else options
 
@@ -177,7 +185,7 @@ _ALIKE = {
 
 
 def alike(options: object, doing: str = "") -> dict[str, object]:
-    """Return the options that must be equal on all ranks and differ from the defaults.
+    """Return the values, by name, of the options that ranks compare with each other, without default values.
 
     Args:
         options: Options of a save or a load. The result is empty for other classes, which are refused elsewhere.
@@ -199,7 +207,7 @@ def alike(options: object, doing: str = "") -> dict[str, object]:
 
 
 def alike_choices(sharded: Choice, common: Choice) -> dict[str, object]:
-    """Return the chosen strategies that differ from the defaults; they must be equal on all ranks."""
+    """Return the chosen strategies by argument name, for a comparison between ranks, without default values."""
     usual = (DEFAULT_BACKEND, DEFAULT_BACKEND[0])
     choices = {"sharded_strategy": None if sharded in usual else sharded, "common_strategy": common}
     # A function has another repr in each process.

@@ -1,4 +1,4 @@
-"""Opening of a checkpoint: recognition of its formats, its metadata, and its common state."""
+"""Opening a checkpoint: recognising its formats, and reading its metadata and common state."""
 
 from __future__ import annotations
 
@@ -72,7 +72,13 @@ def open_at(directory: Directory, world: World, options: LoadOptions, strategies
 
 
 def with_opening(checkpoint: Checkpoint, opening: Opening, strategies: Strategies | None) -> Checkpoint:
-    """Return the checkpoint with rank 0's fields and stamp."""
+    """Return this rank's checkpoint, with the fields of metadata.json and the stamp that rank 0 has read.
+
+    Args:
+        checkpoint: Checkpoint that this rank has opened.
+        opening: Fields and stamp from rank 0. The stamp identifies the state of the files that rank 0 opened.
+        strategies: Dispatch table; None for the process's.
+    """
     if checkpoint.world.rank == 0:
         return checkpoint
     fields, shared_stamp = opening
@@ -85,7 +91,7 @@ def traits_together(fields: Fields, decided_by: tuple[str, ...], strategies: Str
 
     Args:
         fields: Fields of metadata.json.
-        decided_by: The `deciding_files` of all formats.
+        decided_by: Patterns of all formats' deciding files, from `deciding_files`.
         strategies: Dispatch table; None for the process's.
     """
     sharded = traits_of(*sharded_backend(fields), strategies)
@@ -96,7 +102,12 @@ def traits_together(fields: Fields, decided_by: tuple[str, ...], strategies: Str
 
 
 def find(directory: Directory, options: LoadOptions) -> Storage:
-    """Return a checkpoint's storage, after checking the options."""
+    """Return the storage of a path, URL or storage, after checking the options.
+
+    Raises:
+        MetadataError: the options are of another class, or a field isn't a function.
+        StrategyError: `options.verify` has an unknown value.
+    """
     check_options("open", options, LoadOptions)
     if options.verify not in ("whole", "all", None):
         what, expected = "open: invalid options.verify", "'whole', 'all' or None"
@@ -105,7 +116,7 @@ def find(directory: Directory, options: LoadOptions) -> Storage:
 
 
 def read_fields(storage: Storage, strategies: Strategies | None) -> Fields:
-    """Return the fields of metadata.json, or equivalent fields from a recognised format without one.
+    """Return the fields of metadata.json, or equivalent fields if a format recognises a folder without that file.
 
     A metadata.json without any of our fields belongs to another program, and is ignored if a format is recognised.
 
@@ -132,7 +143,7 @@ def _fields_at(storage: Storage, strategies: Strategies | None) -> Fields | None
 
 
 def recognize(storage: Storage, strategies: Strategies | None) -> Fields | None:
-    """Return the fields from the first format that recognises a storage without metadata.json, or None.
+    """Return fields like those of metadata.json from the first format that recognises a storage; None if none does.
 
     Formats with an index of their own are tried first: a single safetensors file beside such an index may be an export.
     """
@@ -152,7 +163,13 @@ def recognize(storage: Storage, strategies: Strategies | None) -> Fields | None:
 
 
 def _may_be_in(storage: Storage, names: Callable[[], Sequence[str]], traits: FormatTraits) -> bool:
-    """Return whether a folder may have a deciding file of a format."""
+    """Return whether a folder may have a deciding file of a format, so that the format should be asked.
+
+    Args:
+        storage: Storage of the folder, or of a single file.
+        names: Function that lists the folder's names; called only if the format's file names have wildcards.
+        traits: Traits of the format.
+    """
     patterns = [pattern for pattern in traits.decided_by if set(pattern) & set("*?[")]
     plain = [name for name in traits.decided_by if name not in patterns]
     if traits.decided_by in ((), (METADATA_FILE,)) or any("/" in pattern for pattern in traits.decided_by):
@@ -192,7 +209,7 @@ def by_rank_zero(world: Any, read: Callable[[], Read]) -> Read:
 
 
 def _own_metadata(storage: Storage) -> bytes | None:
-    """Return the content of a metadata.json of ours, or None if there is none."""
+    """Return the content of metadata.json; None if there is none, or if another program wrote it."""
     try:
         data = metadata_bytes(storage)
     except CorruptCheckpoint:
@@ -201,14 +218,14 @@ def _own_metadata(storage: Storage) -> bytes | None:
 
 
 def load_common(checkpoint: Checkpoint, choice: Choice, strategies: Strategies | None) -> Any:
-    """Return a checkpoint's common tree, with holes in place of shards."""
+    """Return a checkpoint's common tree, in which holes (placeholders) stand for the shards and objects."""
     strategy = strategy_of(StrategyAction.LOAD_COMMON, choice, common_backend(checkpoint.fields), strategies)
     # Without the check, a read during an overwrite could mix two checkpoints.
     return unreplaced(checkpoint, strategy)
 
 
 def tensors_of(checkpoint: Checkpoint, choice: Choice, strategies: Strategies | None) -> dict[str, ShardedTensor]:
-    """Return a checkpoint's tensors, by key."""
+    """Return a checkpoint's stored tensors as shards without data, by key."""
     metadata = sharded_metadata(checkpoint, choice, None, strategies)
     return {key: shard for key, shard in metadata.items() if isinstance(shard, ShardedTensor)}
 
@@ -216,7 +233,7 @@ def tensors_of(checkpoint: Checkpoint, choice: Choice, strategies: Strategies | 
 def sharded_metadata(
     checkpoint: Checkpoint, sharded: Choice, common: Choice, strategies: Strategies | None
 ) -> Metadata:
-    """Return a checkpoint's tensors and objects; objects may come from the common state's backend."""
+    """Return a checkpoint's tensors and objects without data; objects may be stored by the common state's backend."""
     backend = sharded_backend(checkpoint.fields)
     metadata: Metadata = unreplaced(checkpoint, strategy_of(StrategyAction.LOAD_METADATA, sharded, backend, strategies))
     beside = common_backend(checkpoint.fields)
@@ -295,11 +312,14 @@ def open_together(
 
 
 def parse_together(checkpoint: Checkpoint, choice: Choice, strategies: Strategies | None) -> Checkpoint:
-    """Return the checkpoint with its metadata parsed by rank 0 for all; collective only for formats with a PARSE row.
+    """Return the checkpoint with its metadata, which rank 0 parses and sends to all ranks.
+
+    This is done, and collective, only for several ranks and a format with a PARSE row. Otherwise the checkpoint is
+    returned unchanged.
 
     Args:
         checkpoint: Checkpoint that this rank has opened, with rank 0's fields.
-        choice: The caller's strategy for the shards; with a function, the metadata may not be needed.
+        choice: The caller's strategy for the shards; for a function nothing is parsed, since it may not need metadata.
         strategies: Dispatch table; None for the process's.
     """
     # Only rank 0's fields decide, so that all ranks take the same branch.
@@ -321,10 +341,11 @@ def parse_together(checkpoint: Checkpoint, choice: Choice, strategies: Strategie
 def open_alone(
     directory: Directory | Checkpoint, world: World, options: LoadOptions, strategies: Strategies | None
 ) -> Checkpoint:
-    """Return the checkpoint as this rank sees it before ranks communicate; its steps are `OPEN_STEPS`.
+    """Open a checkpoint on this rank, before ranks communicate, and return it; only rank 0 reads metadata.json.
 
-    Only rank 0 reads the fields, since other ranks may see a change on network storage later. A checkpoint that is open
-    with the same options isn't opened again, and keeps its parsed metadata.
+    Other ranks may see a change on network storage later, so they get rank 0's fields from `with_opening`. A checkpoint
+    that is open with the same options is not opened again, and keeps its parsed metadata. Errors name one of
+    `OPEN_STEPS`.
 
     Raises:
         NotACheckpoint: the directory holds no finished checkpoint.

@@ -1,9 +1,10 @@
-"""Ranks' columns as compact messages; a part that ranks of a mesh have in common is sent only once.
+"""Columns (descriptions of a rank's shards) as compact messages between ranks; equal parts are sent only once.
 
 Ranks of a mesh hold parts of the same tensors, with equal shapes and different offsets. So columns are split into a
-table (keys, kinds, and the number of each shard's place) and a list of the distinct places (each a box and a flat
-range). A regular layout has one place for each pair of shape and spec. If the tables of several ranks are equal bytes,
-one of these ranks sends them. No regularity is required: if every shard has its own flat range, each has its own place.
+list of the rank's distinct places (box, flat range, and whether it is a main replica) and a table of the shards (key,
+kind, and number of the place in that list). A regular layout has one place for each pair of shape and spec. Often
+several ranks have the same table, byte by byte, and differ only in their places: then one of them sends the table. No
+regularity is required: if every shard has its own flat range, each has its own place.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ class PackedColumns:
     Attributes:
         rank: The rank.
         digest: Hash of the table.
-        table: Keys, their kinds, and each shard's key and place number; None until it is sent.
-        places: Distinct boxes and flat ranges, in the order of their first occurrence.
+        table: Keys, their kinds, and the numbers of each shard's key and place; None until it is sent.
+        places: Distinct places of shards (box, flat range, main replica or not), in the order of first occurrence.
     """
 
     rank: int
@@ -54,7 +55,7 @@ class PackedColumns:
 
 
 def pack_columns(columns: ShardColumns, rank: int) -> PackedColumns:
-    """Return the packed columns of a rank, with their table.
+    """Return a rank's columns in packed form, with their table.
 
     Examples:
         >>> import torch, shardtree as st
@@ -72,7 +73,7 @@ def pack_columns(columns: ShardColumns, rank: int) -> PackedColumns:
 
 
 def _places(columns: ShardColumns) -> tuple[Column, Column]:
-    """Return the number of each shard's place (box and flat range), and the first shard of each place."""
+    """Return the number of each shard's place, and the index of the first shard in each place."""
     boxes = (*columns.offset.T, *columns.shape.T)
     number, _ = row_numbers((*boxes, columns.start, columns.stop, columns.main.astype(np.int64)))
     order = np.argsort(number, kind="stable")
@@ -84,7 +85,7 @@ def _places(columns: ShardColumns) -> tuple[Column, Column]:
 
 
 def unpack_columns(parts: Sequence[PackedColumns]) -> list[ShardColumns]:
-    """Return the columns of messages that have their tables; columns with equal tables share keys and kinds.
+    """Return the columns of packed messages, all with their tables; columns with equal tables share keys and kinds.
 
     Examples:
         >>> import torch, shardtree as st
@@ -104,10 +105,10 @@ def _unpack_each(parts: Sequence[PackedColumns]) -> Iterator[ShardColumns]:
 
 @dataclass(slots=True, eq=False)
 class AlikeColumns:
-    """Packed columns of many ranks, with equal columns of several ranks stored once.
+    """Packed columns of many ranks; columns that are equal on several ranks are stored once.
 
     Attributes:
-        ranks: The ascending ranks that have equal columns, by these columns in packed form.
+        ranks: Mapping from the packed columns to the ranks that have them, in ascending order.
         tables: Distinct tables of the columns, by hash.
     """
 
@@ -131,17 +132,20 @@ class AlikeColumns:
         self.ranks.setdefault(part, []).append(rank)
 
     def __iter__(self) -> Iterator[tuple[ShardColumns, list[int]]]:
-        """Yield (columns, ranks) of distinct columns, unpacked one at a time; a running number is their rank."""
+        """Yield (columns, ranks) for the distinct columns, which are unpacked one at a time.
+
+        The columns' own `rank` isn't one of the ranks, but counts the distinct columns: 0, 1, 2 and so on.
+        """
         parts = [replace(part, rank=number) for number, part in enumerate(self.ranks)]
         return zip(_unpack_each(parts), self.ranks.values(), strict=True)
 
     @property
     def alike(self) -> list[Column]:
-        """The ranks of each set of distinct columns, in the form that plans take."""
+        """The ranks that have each of the distinct columns, as one int64 array for each, as `plan_reads` takes them."""
         return [np.array(ranks, dtype=np.int64) for ranks in self.ranks.values()]
 
     def join(self) -> ShardColumns:
-        """Return all distinct columns joined, with running numbers as their ranks.
+        """Return the distinct columns joined into one; their `rank` is the number of the distinct columns, not a rank.
 
         Raises:
             IntegrityError: ranks differ about a key's global shape, dtype or prepended axes.
@@ -152,7 +156,11 @@ class AlikeColumns:
         return join_agreed(parts)
 
     def select(self, rows: Callable[[ShardColumns], Column]) -> list[ShardColumns]:
-        """Return the selected rows of every rank's columns, by rank."""
+        """Return the columns of every rank, in ascending order of ranks, with selected rows only.
+
+        Args:
+            rows: Function from columns to the indices of the rows to select.
+        """
         by_rank: dict[int, ShardColumns] = {}
         for columns, ranks in self:
             part = select_rows(columns, rows(columns))
@@ -192,7 +200,9 @@ def _from_bytes(content: bytes) -> tuple[Any, list[Any]]:
 
 
 def without_long_table(part: PackedColumns, ranks: int) -> PackedColumns:
-    """Return a rank's first message; its table is omitted if the tables of all ranks may be too long together.
+    """Return a rank's first message: packed columns, without the table if it is long.
+
+    A table is long if tables of this length from all ranks would exceed 1 MiB together. `send_tables` sends it later.
 
     Examples:
         >>> import torch, shardtree as st
@@ -204,12 +214,14 @@ def without_long_table(part: PackedColumns, ranks: int) -> PackedColumns:
 
 
 def send_tables(world: World, own: PackedColumns, parts: Sequence[PackedColumns]) -> list[PackedColumns]:
-    """Return all ranks' messages with their omitted tables; one all-gather if any was omitted, else none.
+    """Return all ranks' messages with the tables that `without_long_table` omitted.
+
+    This takes one all-gather if a table was omitted, otherwise none.
 
     Args:
         world: Ranks that take part.
         own: This rank's message, with its table.
-        parts: First messages by rank.
+        parts: First message of each rank, by rank.
     """
     sent = {part.digest: part.table for part in parts if part.table is not None}
     # Among the ranks of a table, the lowest sends it; every rank computes the same senders.

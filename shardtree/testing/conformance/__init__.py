@@ -1,3 +1,3 @@
-"""`check_strategy`: tests for backends, which try case by case everything that a backend's rows promise."""
+"""`check_strategy`: a test suite for backends; it tries case by case what a backend's dispatch-table rows promise."""
 
 from ._suite import RefusedCase, StrategyReport, check_strategy

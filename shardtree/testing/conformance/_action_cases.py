@@ -1,4 +1,4 @@
-"""Cases about actions that loads and saves call between their steps: PARSE, RESOLVE, DESCRIBE and PUBLISH."""
+"""Cases about the actions PARSE, RESOLVE, DESCRIBE and PUBLISH, the smaller steps of loads and saves."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def _save_state(subject: Subject, place: Storage | None = None) -> Storage:
 
 
 def _without_writer(subject: Subject) -> Subject:
-    """Return a backend that saves by its own row instead of the caller's writer, if it has a row for saving."""
+    """Return the subject without the caller's function `save`, if the backend has a row for saving."""
     # The caller's writer doesn't call a row that a test replaces, and may write the files of a second format too.
     return replace(subject, save=None) if subject.has(StrategyAction.SAVE_SHARDED) else subject
 
 
 def _open(subject: Subject, place: Storage, results: Mapping[Any, Any] | None = None) -> Checkpoint:
-    """Return an open checkpoint whose cache has only these results."""
+    """Open a checkpoint whose read cache contains only `results`, a mapping from functions to their results."""
     checkpoint = open_checkpoint(place, strategies=subject.strategies).checkpoint
     return replace(checkpoint, cache=ReadCache(results))
 
@@ -73,7 +73,7 @@ def _received(value: Any, name: str) -> Any:
 
 
 def _check_loads(subject: Subject, checkpoint: Checkpoint) -> None:
-    """Raise unless the rows load all tensors whole from an open checkpoint."""
+    """Raise unless the backend's row for LOAD_SHARDED loads all tensors, whole, from an open checkpoint."""
     memories = {key: torch.zeros_like(whole) for key, whole in _TENSORS.items()}
     shards = [ShardedTensor.from_rank_offsets(key, memory) for key, memory in memories.items()]
     _call(subject, StrategyAction.LOAD_SHARDED, checkpoint, shards)
@@ -84,7 +84,7 @@ def _check_loads(subject: Subject, checkpoint: Checkpoint) -> None:
 
 
 def parsing(subject: Subject) -> Iterator[Case]:
-    """Yield loads on a rank that received the parsed metadata."""
+    """Yield loads on a rank that received the parsed metadata from another rank, and must not parse it again."""
     yield Case("a rank that receives it loads the same", partial(_check_received, subject))
     if subject.has(StrategyAction.LOAD_METADATA):
         yield Case("a rank that receives it doesn't parse again", partial(_check_read_once, subject))
@@ -119,7 +119,7 @@ def _note(names: set[str], call: Call) -> None:
 
 
 def resolving(subject: Subject) -> Iterator[Case]:
-    """Yield loads whose lookup of keys is shared by one rank, by two and by three."""
+    """Yield loads for which 1, 2 or 3 ranks share the lookup of keys; afterwards each rank must load all tensors."""
     for ranks in (1, 2, 3):
         yield Case(f"shared by {ranks}", partial(_check_resolved, subject, ranks))
 
@@ -148,7 +148,7 @@ def _check_resolved(subject: Subject, ranks: int) -> None:
 
 
 def describing(subject: Subject) -> Iterator[Case]:
-    """Yield a case for the traits themselves, and one that compares a checkpoint's files with them."""
+    """Yield a case that checks the format's traits, and one that compares a checkpoint's files with them."""
     yield Case("the traits", partial(_check_traits, subject))
     yield Case("a checkpoint's files", partial(_check_files, subject))
 
@@ -183,7 +183,7 @@ def _last(name: str) -> str:
 
 
 def last_steps(subject: Subject) -> Iterator[Case]:
-    """Yield a save whose folder is inspected before and after the last step."""
+    """Yield a save whose folder must be a checkpoint after the last step (PUBLISH), and not before."""
     yield Case("nothing before it, all after it", partial(_check_last_step, subject))
 
 

@@ -34,7 +34,7 @@ class ProcessDied(Exception):
 
 
 def file_names(storage: Storage, folder: str = "") -> set[str]:
-    """Return the names of all files in a storage, in folders too.
+    """Return the names of all files in a storage, including those in subfolders.
 
     Examples:
         >>> from shardtree.storage import MemoryStorage
@@ -47,7 +47,7 @@ def file_names(storage: Storage, folder: str = "") -> set[str]:
 
 
 def is_not_owner_note(name: str) -> bool:
-    """Return whether a file isn't the owner's note of a save."""
+    """Return whether a file is anything but ``owner.json``, the note that identifies the process of a save."""
     return PurePosixPath(name).name != OWNER_FILE
 
 
@@ -62,7 +62,7 @@ def write(storage: Storage, name: str, data: bytes) -> None:
 
 
 def failing_storage(storage: Storage, number: int) -> Storage:
-    """Return a storage whose calls fail from a given number on."""
+    """Return a storage whose calls fail from the call with a given number on."""
 
     # All later calls fail too, since a killed process can't clean up as it could after a single exception.
     def fail(call: Call) -> None:
@@ -85,7 +85,7 @@ def silenced_log() -> Iterator[None]:
 
 
 def calls_of(storage: Storage) -> tuple[Storage, list[Call]]:
-    """Return a storage that records its calls, and the list of them."""
+    """Return a storage that records its calls, and the list to which it appends them."""
     calls: list[Call] = []
     return watched(storage, before=calls.append), calls
 
@@ -104,7 +104,10 @@ _ON_ONE = {"w": WHOLE, "b": WHOLE}  # one rank, since the order of several ranks
 
 
 def _states(first: int = 0) -> tuple[GlobalState, GlobalState]:
-    """Return a state of tensors, and the same with common values; a format may refuse the common values."""
+    """Return a state of tensors that count up from ``first + 1``, and the same state with common values.
+
+    A format may refuse the common values.
+    """
     tensors = {"w": numbers(SHAPE, first), "b": numbers(SHAPE, first + 30)}
     return GlobalState(tensors, {}, {}), GlobalState(tensors, {}, {"step": first, "betas": (0.9, 0.95)})
 
@@ -112,7 +115,10 @@ def _states(first: int = 0) -> tuple[GlobalState, GlobalState]:
 def _save_state(
     subject: Subject, first: int = 0, place: Storage | None = None, layout: Layouts = _LAYOUT, **options: bool
 ) -> Storage:
-    """Save a state, with common values if the format supports them, and return the storage."""
+    """Save the state that `_states` returns for `first`, and return the storage.
+
+    Common values are saved if the format supports them.
+    """
     plain, rich = (trees_of(state, layout) for state in _states(first))
     with_common = subject.has(StrategyAction.LOAD_COMMON) and _supports_common(subject, rich)
     return save_trees(subject, rich if with_common else plain, place, **options)
@@ -128,7 +134,7 @@ def _supports_common(subject: Subject, trees: Trees) -> bool:
 
 
 def _check_is(subject: Subject, place: Storage, first: int = 0) -> None:
-    """Raise unless a place has the state that counts up from `first`."""
+    """Raise unless the checkpoint at a place has the state that `_states` returns for `first`."""
     rich = "common" in load_common_state_dict(place, strategies=subject.strategies)
     check_there(subject, _states(first)[rich], {"w": COLUMNS, "b": COLUMNS}, place)
 
@@ -202,7 +208,7 @@ def _check_others(subject: Subject) -> None:
 
 
 def listings(subject: Subject) -> Iterator[Case]:
-    """Yield folders in which the backend must list the checkpoint's own files."""
+    """Yield folders in which the backend must list the checkpoint's own files, and no others."""
     yield Case("a checkpoint alone", partial(_check_listing, subject, ()))
     yield Case("a checkpoint beside other files", partial(_check_listing, subject, tuple(_FOREIGN)))
 
@@ -223,7 +229,7 @@ def _check_listing(subject: Subject, others: tuple[str, ...]) -> None:
 
 
 def recognitions(subject: Subject) -> Iterator[Case]:
-    """Yield folders that are in the format, and folders that aren't."""
+    """Yield a folder in the format, which the backend must recognise, and folders that it must not take for its own."""
     recognize = subject.row(StrategyAction.RECOGNIZE)
     assert recognize is not None
     yield Case("an empty folder", partial(_check_not_recognized, recognize, {}))
@@ -261,7 +267,7 @@ def _check_recognized(subject: Subject, recognize: Recognize) -> None:
 
 
 def damages(subject: Subject) -> Iterator[Case]:
-    """Yield an undamaged checkpoint, and one with a flipped bit for each file."""
+    """Yield an undamaged checkpoint, in which `verify` must find nothing, and for each file one with a flipped bit."""
     yield Case("as it was saved", partial(_check_undamaged, subject))
     for number, file in enumerate(sorted(file_names(_save_state(subject)))):
         yield Case(f"a flipped bit in {_last(file)!r}", partial(_check_flipped, subject, number))
@@ -309,7 +315,10 @@ def _check_truncated(subject: Subject, number: int, keep: float | None) -> None:
 
 
 def _last(file: str) -> str:
-    """Return a file's name without its folder; the folder of a save, whose name changes each time, gets a fixed one."""
+    """Return a name without its parent folders, for the names of cases.
+
+    The name of a save's folder changes with each save, so a fixed text stands for it.
+    """
     last = PurePosixPath(file).name
     return "the save's folder" if is_save_folder(last) else last
 

@@ -35,7 +35,7 @@ def numbers(shape: tuple[int, ...], first: int = 0) -> torch.Tensor:
 
 
 def in_ranges(layout: Layout, *, parts: int = 2) -> Layout:
-    """Return a layout whose boxes are cut into flat ranges on more ranks, as with ZeRO.
+    """Return a layout in which each box is cut into `parts` flat ranges on separate ranks, as with ZeRO.
 
     Examples:
         >>> [piece.flat for piece in in_ranges(even_layout((4,), 1, 0)).pieces]
@@ -148,7 +148,10 @@ LARGE: Pairs = {
 
 
 def of_pairs(pairs: Pairs, count: int, subject: Subject) -> Iterator[Case]:
-    """Yield a case for each pair of layouts of one tensor; the format may not refuse the first `count` cases."""
+    """Yield a round trip of one tensor for each pair (layout of the save, layout of the load).
+
+    The format may not refuse the first `count` of them.
+    """
     for number, (name, (save_layout, load_layout)) in enumerate(pairs.items()):
         state = GlobalState({"w": numbers(save_layout.global_shape)}, {}, {})
         check = partial(check_reloaded, subject, state, {"w": save_layout}, {"w": load_layout})
@@ -215,7 +218,7 @@ def reloads(draw: st.DrawFn) -> Reload:
 
 
 def states(subject: Subject) -> Iterator[Case]:
-    """Yield the search for a state and two layouts for which the round trip fails."""
+    """Yield one case that tries random states in random layouts; no case if `examples` is 0."""
     if subject.examples:
         yield Case(f"{subject.examples} random states", partial(_check_random, subject))
 

@@ -1,4 +1,4 @@
-"""The promises of backends: all of them in the order of the report, and those of each action's row."""
+"""All promises that `check_strategy` tests, in the order of its report, and the names of each action's promises."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ The promises about rows' signatures and partners hold for all actions.
 
 
 def added_promises(checks: Mapping[Enum, ActionCheck]) -> list[Promise]:
-    """Return the promises of actions that the caller added."""
+    """Return a promise for each action that the caller added; the caller's check tests it."""
     return [
         Promise(f"{action.value} keeps its promise", frozenset({action}), partial(_of_added, action, check))
         for action, check in checks.items()

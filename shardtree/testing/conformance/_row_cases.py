@@ -1,4 +1,4 @@
-"""Cases about rows themselves: their signatures, and which rows need which others."""
+"""Cases about a backend's rows themselves: their functions' signatures, and rows that need other rows."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def check_rows(
 ) -> None:
     """Raise unless the functions of a backend's rows match the protocols of their actions.
 
-    They may accept wider types and return narrower ones. Missing annotations match, and so do those that can't be
-    resolved.
+    The functions may accept wider types and return narrower ones. Missing annotations match, and so do those that can't
+    be resolved.
 
     Args:
         strategies: Dispatch table; None for the process's.
@@ -57,7 +57,7 @@ def check_rows(
 
 
 def _problems(kind: Any, fn: Strategy) -> Iterator[str]:
-    """Yield the differences between a function's signature and its protocol's."""
+    """Yield the differences between a function's signature and its protocol's, as text."""
     signature, protocol = _signature(fn), _signature(kind.__call__)
     parameters = list(protocol.parameters.values())[1:]  # without self
     try:
@@ -113,7 +113,7 @@ _NEEDS = {
 
 
 def signatures(subject: Subject) -> Iterator[Case]:
-    """Yield the check of the rows' signatures."""
+    """Yield one case, which checks the signatures of all rows' functions."""
     rows = {
         (action, subject.backend, subject.version): fn
         for action in subject.actions()
@@ -124,7 +124,7 @@ def signatures(subject: Subject) -> Iterator[Case]:
 
 
 def partners(subject: Subject) -> Iterator[Case]:
-    """Yield a case for each row that needs another row."""
+    """Yield a case for each row that needs another, as a row for saving needs one for loading."""
     for action, actions in _NEEDS.items():
         if subject.has(action):
             yield Case(action.value, partial(_check_partners, subject, actions))

@@ -122,7 +122,7 @@ class Promise:
 
 
 def together_or_each(together: Callable[[], None], cases: Iterator[Case]) -> Iterator[Case]:
-    """Yield a single case if all cases pass together, otherwise each case."""
+    """Yield one case that passes if `together` passes, otherwise the single cases, to show which ones fail."""
     # One save and load of everything is much faster. If it fails, the single cases show which values are to blame.
     try:
         together()
@@ -141,7 +141,7 @@ def raising(error: Exception) -> None:
 
 
 def saver(subject: Subject) -> Callable[..., Any]:
-    """Return a `save` that uses the backend, for the shards if it has a row for them, else for the common state."""
+    """Return a `save` that writes shards with the backend, or the common state if it has no row for saving shards."""
     name = (subject.backend, subject.version)
     choices = (name, None) if subject.has(StrategyAction.SAVE_SHARDED) else (None, name)
 
@@ -155,7 +155,7 @@ def saver(subject: Subject) -> Callable[..., Any]:
 
 
 def loader(subject: Subject) -> Callable[..., Any]:
-    """Return a `load` that uses the backend's table."""
+    """Return a function like `load` that uses the backend's dispatch table."""
     return partial(st_load, strategies=subject.strategies)
 
 
@@ -200,24 +200,24 @@ def _first_line(error: BaseException) -> str:
 
 
 def load_trees(subject: Subject, targets: Trees, place: Directory, **options: Any) -> list[Any]:
-    """Return the tree that each rank loads for its target."""
+    """Load each rank's target on simulated ranks, and return the ranks' trees."""
     load = loader(subject)
     return simulate(len(targets), lambda world: load(targets[world.rank], place, world=world, **options))
 
 
 def trees_of(state: GlobalState, layout: Layouts, ranks: int | None = None) -> list[Any]:
-    """Return the tree of a state that each rank saves."""
+    """Return the trees that the ranks save for a state, one for each rank."""
     count = ranks_of(layout) if ranks is None else ranks
     return [rank_tree(state, layout, rank) for rank in range(count)]
 
 
 def targets_of(state: GlobalState, layout: Layouts) -> list[Any]:
-    """Return the target tree of each rank."""
+    """Return the load targets of a state, one for each rank: their trees without data."""
     return [target_tree(state, layout, rank) for rank in range(ranks_of(layout))]
 
 
 def check_there(subject: Subject, state: GlobalState, layout: Layouts, place: Directory, **options: Any) -> None:
-    """Raise unless a load from a place, in a layout, gives a state."""
+    """Raise unless a checkpoint that is loaded in a layout gives the expected state."""
     targets = targets_of(state, layout)
     check_loaded(state, targets, load_trees(subject, targets, place, **options))
 

@@ -36,7 +36,7 @@ class RefusedCase:
 
 @dataclass(frozen=True, slots=True)
 class StrategyReport:
-    """The result of `check_strategy`; `str` returns it as a list.
+    """The result of `check_strategy`; `str` lists the promises, one on each line.
 
     Attributes:
         backend: Name and version of the format.
@@ -97,11 +97,11 @@ def check_strategy(
 ) -> StrategyReport:
     """Check that a backend keeps every promise that its rows make, and return a report.
 
-    Each row makes the promises of its action; an action that the caller added needs a check in `promises`. While it
-    saves, a backend may refuse values that its format can't represent, with `UnsupportedValue` (or `StrategyError`,
-    `StorageError`), but must not change them. It must not refuse a few plain tensors. Cases are plain and fixed, simple
-    ones first; if all of them pass, random states in random layouts are tried, and failures are shrunk. The same cases
-    run each time.
+    A row is the backend's function for an action, and makes the promises of this action; an action that the caller
+    added needs a check in `promises`. While it saves, a backend may refuse values that its format can't represent, with
+    `UnsupportedValue` (or `StrategyError`, `StorageError`), but must not change them. It must not refuse a few plain
+    tensors. Cases are plain and fixed, simple ones first; if all of them pass, random states in random layouts are
+    tried, and failures are shrunk. The same cases run each time.
 
     Args:
         backend: Name of the format.
@@ -148,8 +148,9 @@ def check_strategy(
     checks = promises or {}
     subject = Subject(backend, version, strategies, directory, save, examples, protocols or {})
     if not subject.actions():
-        fix = "Pass the table that has its rows as strategies=, or register them."
-        raise StrategyError(error_text(f"check_strategy: no rows for {(backend, version)!r}", fix=fix))
+        what = f"check_strategy: the dispatch table has no rows for {(backend, version)!r}"
+        fix = "Pass a table that contains the backend's rows as strategies=, or register them."
+        raise StrategyError(error_text(what, fix=fix))
     refuse_unknown(subject, checks)
     names, refusals, left_out, failures = [], list[RefusedCase](), dict[str, str](), list[_BrokenPromise]()
     for promise in _select(only, [*PROMISES, *added_promises(checks), *_layout_cases.RANDOM]):

@@ -57,7 +57,7 @@ def _check_dtypes(subject: Subject, *kinds: torch.dtype) -> None:
 
 
 def views(subject: Subject) -> Iterator[Case]:
-    """Yield tensors whose memory isn't contiguous, and one that requires gradients."""
+    """Yield tensors whose memory isn't contiguous or is shared, and one that requires gradients."""
     whole = numbers((6, 4))
     wide = torch.stack([whole, whole + 100], dim=-1)
     kinds = {
@@ -82,7 +82,7 @@ def _check_view(subject: Subject, tensor: torch.Tensor) -> None:
 
 
 def _check_shared(subject: Subject) -> None:
-    """Raise unless tensors that share memory come back, each as itself."""
+    """Raise unless each of several tensors that share memory comes back with its own elements."""
     # The tensors begin at the same address: a backend that identifies tensors by address would mix them up.
     whole = numbers(SHAPE)
     state = GlobalState({"w": whole, "rows": whole[:2], "tied": whole, "columns": whole[:, :3]}, {}, {})
@@ -91,7 +91,7 @@ def _check_shared(subject: Subject) -> None:
 
 
 def lazy_data(subject: Subject) -> Iterator[Case]:
-    """Yield tensors that are read while they are saved, like those of an open checkpoint."""
+    """Yield saves of lazy tensors, whose elements are read only during the save, like those of an open checkpoint."""
     kinds = {"a tensor of another checkpoint": lambda lazy: lazy, "a view of one": lambda lazy: lazy[1:, 2:].T}
     for name, view in kinds.items():
         yield Case(name, partial(_check_lazy, subject, view), required=True)
@@ -122,7 +122,7 @@ def _check_keys(subject: Subject, *keys: str) -> None:
 
 
 def parts(subject: Subject) -> Iterator[Case]:
-    """Yield loads of a part of a tensor that was saved in many parts."""
+    """Yield loads of a box or a flat range of a tensor that was saved in many chunks."""
     # The boxes cross the edges of stored chunks, where plans and formats go wrong.
     boxes = {
         "one element": ((1, 4), (1, 1), None),
@@ -158,7 +158,7 @@ def _check_part(
 
 
 def donated_memory(subject: Subject) -> Iterator[Case]:
-    """Yield loads into donated tensors, and into a tensor that is larger than the stored one."""
+    """Yield loads that fill the target's tensor in place (donated memory), also if it is larger than the stored one."""
     yield Case("donated tensors are filled in place", partial(_check_donated, subject, SHAPE))
     yield Case("what lies beyond the stored tensor stays", partial(_check_donated, subject, (6, 8)))
 
@@ -179,7 +179,7 @@ def _check_donated(subject: Subject, shape: tuple[int, int]) -> None:
 
 
 def mismatched_targets(subject: Subject) -> Iterator[Case]:
-    """Yield targets that don't match the stored tensor."""
+    """Yield targets that don't match the stored tensor; loading them must be an error."""
     state = GlobalState({"w": numbers(SHAPE)}, {}, {})
     kinds = {
         "a key that isn't stored": ("v", SHAPE, torch.float32),
@@ -216,7 +216,7 @@ def _check_without_metadata_exchange(subject: Subject, state: GlobalState, layou
 
 
 def deferred_saves(subject: Subject) -> Iterator[Case]:
-    """Yield saves that are prepared first and executed later."""
+    """Yield saves that are prepared first and executed later; preparing must not write."""
     for ranks, layout in ((1, WHOLE), (2, ROWS)):
         yield Case(f"on {ranks} of {ranks} ranks", partial(_check_deferred, subject, ranks, layout))
 

@@ -61,7 +61,11 @@ def objects(subject: Subject) -> Iterator[Case]:
 
 
 def _check_objects(subject: Subject, *values: Callable[[], Any]) -> None:
-    """Raise unless arrays of two objects, the first with a replica, come back to one rank and to three."""
+    """Raise unless arrays of objects, saved on two ranks, are loaded correctly on one rank and on three.
+
+    Args:
+        values: Functions that make a value; an array has two objects, the value and a list of it.
+    """
     names = [f"rng.{number}" for number in range(len(values))]
     cells = [[value(), [value()]] for value in values]
 
@@ -100,7 +104,7 @@ def _check_common(subject: Subject, values: Mapping[str, Callable[[], Any]]) -> 
 
 
 def common_positions(subject: Subject) -> Iterator[Case]:
-    """Yield common states with shards between values, without shards, and with content metadata."""
+    """Yield common states in a list around a shard, in a tree without shards, and beside content metadata."""
     yield Case("a list of values around a shard", partial(_check_hole, subject))
     yield Case("nothing but values", partial(_check_alone, subject))
     yield Case("content_metadata", partial(_check_content, subject))
@@ -135,7 +139,7 @@ def _tensor(replica: int = 0) -> ShardedTensor:
 
 
 def metadata(subject: Subject) -> Iterator[Case]:
-    """Yield tensors in layouts of each kind, which must all have the same metadata."""
+    """Yield tensors saved in layouts of each kind; their metadata must not depend on the layout."""
     kinds = {"whole": WHOLE, "rows": ROWS, "a grid": GRID, "a scalar": even_layout((), 2), "layers": LAYERS}
     kinds |= {"boxes of no grid": IRREGULAR, "flat ranges": FLAT_ROWS}
     kinds |= {name: save_layout for name, (save_layout, _) in ZERO_SIZE.items()}
@@ -219,7 +223,7 @@ def _check_explanation(
 
 
 def removals(subject: Subject) -> Iterator[Case]:
-    """Yield prefixes of keys to remove; everything else must be unchanged."""
+    """Yield removals of tensors and objects by a prefix of their keys; everything else must be unchanged."""
     yield Case("a prefix of two keys", partial(_check_removal, subject, "exp_avg.", ("exp_avg.b", "exp_avg.w")))
     yield Case("one key", partial(_check_removal, subject, "w", ("w",)))
     yield Case("a prefix of none", partial(_check_removal, subject, "v", ()))

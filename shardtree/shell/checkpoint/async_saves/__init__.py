@@ -1,4 +1,4 @@
-"""Asynchronous saves: snapshots, a thread that writes them, a queue that commits them in order, and the exit."""
+"""Asynchronous saves: snapshots, a thread that writes them, a queue that commits them in order, also at exit."""
 
 import typing
 

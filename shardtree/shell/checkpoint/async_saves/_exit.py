@@ -1,4 +1,4 @@
-"""The end of the process: saves in progress are committed, or else the process fails and names them."""
+"""Commits of scheduled saves, also at the end of the process; if one fails there, the exit status is 1."""
 
 from __future__ import annotations
 
@@ -60,17 +60,21 @@ _LONGEST_WAIT = 60.0  # seconds between collectives of waiting ranks, so that a 
 
 
 def finalize(calls: Calls, *, blocking: bool, no_dist: bool = False) -> list[int]:
-    """Commit and remove the first calls that are written on all ranks, and return their indices; collective.
+    """Commit the saves that all ranks have written, in order up to the first unwritten one; collective.
 
-    A call that fails on some rank is abandoned and removed on all ranks; later calls stay.
+    Committed saves are removed from `calls`. A save that fails on some rank is abandoned and removed on all ranks;
+    later ones stay.
 
     Args:
-        calls: Calls in order, equal on all ranks.
+        calls: Saves in progress, in the order of their scheduling; the same on all ranks.
         blocking: Whether to wait until all of them are written.
         no_dist: Whether to look only at this rank's writes, without a collective before the commit.
 
+    Returns:
+        The indices of the committed saves.
+
     Raises:
-        CheckpointingException: a call failed; the first failure is raised on every rank, as
+        CheckpointingException: a save failed; the first failure is raised on every rank, as
             `AsyncRequest.execute_sync` does.
     """
     check_idle(calls)
@@ -86,7 +90,7 @@ def finalize(calls: Calls, *, blocking: bool, no_dist: bool = False) -> list[int
 
 
 def finalize_all(calls: Calls) -> list[BaseException]:
-    """Commit all calls, and return the errors of failed ones, in order; calls that ranks disagree about stay."""
+    """Commit all saves, and return the errors of failed ones, in order; saves that ranks disagree about stay."""
     failures: list[BaseException] = []
     while calls:
         before = len(calls)
@@ -100,10 +104,10 @@ def finalize_all(calls: Calls) -> list[BaseException]:
 
 
 def check_idle(calls: Calls) -> None:
-    """Raise if a call is being committed, which means that one of its finalizers is the caller.
+    """Raise if a save is being committed: then the caller is one of its finalizers, which must not commit saves.
 
     Raises:
-        WorldError: a call is being committed; the error names it.
+        WorldError: a save is being committed; the error names it.
     """
     if calls.is_committing:
         fix = "Finalize or close after maybe_finalize_async_calls has returned; a finalizer may only schedule saves."
@@ -111,7 +115,7 @@ def check_idle(calls: Calls) -> None:
 
 
 def _written_count(calls: Sequence[QueuedSave], *, blocking: bool, no_dist: bool) -> int:
-    """Return the number of leading calls that are written on every rank."""
+    """Return the number of saves at the beginning of `calls` that every rank has written."""
     world = calls[0].request.world
 
     def count_own() -> tuple[int, int]:
@@ -157,12 +161,12 @@ _AFTER_A_FAILURE = 60.0  # seconds that a rank waits for other ranks after an un
 
 @dataclass(slots=True, eq=False)
 class _Process:
-    """The saves in progress of a process; its forks have none.
+    """The saves in progress of this process; a forked process starts without any.
 
     Attributes:
         pid: Id of the process.
-        queues: Each queue's calls, and the seconds to wait for them at exit, in the order of their first calls.
-        limits: Messages to the watchdog: a time limit in seconds from now, or None to lift it.
+        queues: The saves in progress of each queue, with the seconds to wait for them at exit.
+        limits: Messages to the watchdog thread: a time limit in seconds from now, or None to end the thread.
     """
 
     pid: int = field(default_factory=os.getpid)
@@ -175,10 +179,10 @@ _changing = Lock()  # simulated ranks are threads
 
 
 def watch(calls: Calls, timeout: float) -> None:
-    """Register a queue's calls to be committed before the process ends; if a commit fails, the exit status is 1.
+    """Register a queue's saves to be committed before the process ends; if a commit fails, the exit status is 1.
 
     Args:
-        calls: The queue's calls; the calls that remain when the process ends are committed then.
+        calls: The queue's saves; those that are still in progress when the process ends are committed then.
         timeout: Time limit in seconds for these commits.
     """
     with _changing:
@@ -191,7 +195,7 @@ def watch(calls: Calls, timeout: float) -> None:
 
 
 def calls_in_progress() -> Iterator[QueuedSave]:
-    """Yield every uncommitted call of this process."""
+    """Yield every uncommitted save of this process."""
     process = _own()
     for calls, _ in process.queues if process else ():
         yield from tuple(calls)
@@ -213,7 +217,7 @@ def _begin() -> _Process:
 
 
 def _watchdog(own: _Process) -> None:
-    """End the process when a time limit has passed."""
+    """End the process, with an error status, once a time limit has passed; `own.limits` receives the limits."""
     # Nothing else limits a write or commit that hangs in its storage, since the world's timeout only limits
     # collectives. After an exception, a rank that waited here without a limit would block peers that still train.
     limit = own.limits.get()
@@ -252,7 +256,7 @@ def _wait_for_writing(own: _Process) -> None:
 
 
 def _leading(calls: Calls) -> list[QueuedSave]:
-    """Return the leading calls that have the same world, so that ranks can compare them all in one collective."""
+    """Return the first saves, up to the first with another world, so that one collective can compare them all."""
     world = calls[0].request.world
     return list(takewhile(lambda call: call.request.world is world, calls))
 
@@ -262,7 +266,7 @@ def _text(error: BaseException) -> str:
 
 
 def _fail(own: _Process, reasons: list[str]) -> None:
-    """End the process with an error status here, since an exception at exit doesn't change the status."""
+    """Print the reasons, and end the process with an error status; an exception at exit would not set one."""
     names = [str(call) for calls, _ in own.queues for call in calls]
     lines = ["shardtree: the process ends with saves that were not committed", *reasons, *names]
     sys.stderr.write("\n  ".join("\n".join(lines).split("\n")) + "\n")

@@ -277,7 +277,7 @@ def _check_request(request: object) -> None:
 
 
 def _check_seconds(timeout: object) -> None:
-    """Raise unless a time limit is valid; at the end of the process, an error about it would come too late."""
+    """Raise unless `exit_timeout` is a valid number of seconds; it is used at exit, where an error comes too late."""
     if isinstance(timeout, bool) or not isinstance(timeout, Real) or not 0 < float(timeout) <= TIMEOUT_MAX:
         expected = f"seconds, more than 0 and at most {TIMEOUT_MAX:g}"
         raise CheckpointingException(error_text("async save: bad exit_timeout", found=repr(timeout), expected=expected))

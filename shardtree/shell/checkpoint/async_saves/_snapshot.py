@@ -31,11 +31,11 @@ _Identity = tuple[Any, ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Source:
-    """The source of a tensor's copy.
+    """The memory to copy for a tensor's snapshot.
 
     Attributes:
-        elements: The tensor's memory, uint8 (bytes,), if its elements fill a contiguous range; otherwise the tensor
-            itself, in a dtype that torch can copy.
+        elements: Bytes of the tensor's memory, uint8 (bytes,), if its elements fill a contiguous range; otherwise the
+            tensor itself, in a dtype that torch can copy.
         is_range: Whether `elements` is such a range of bytes.
     """
 
@@ -99,7 +99,7 @@ def _source(tensor: torch.Tensor) -> _Source:
 
 
 def _copy_all(sources: dict[_Identity, _Source], memory: HostMemory) -> dict[_Identity, torch.Tensor]:
-    """Return the copied bytes of each source, uint8 (bytes,)."""
+    """Copy all sources to host memory, and return the copy of each, uint8 (bytes,), by the source's identity."""
     by_device: dict[torch.device, dict[_Identity, _Source]] = {}
     for name, source in sources.items():
         by_device.setdefault(source.elements.device, {})[name] = source
@@ -125,12 +125,12 @@ def _copy_all(sources: dict[_Identity, _Source], memory: HostMemory) -> dict[_Id
 
 
 def _aligned_bytes(sources: dict[_Identity, _Source]) -> int:
-    """Return the size of a block for copies of all sources, in bytes."""
+    """Return the size in bytes of a memory block for the copies of all sources, each aligned."""
     return sum(-(-source.elements.nbytes // _ALIGNMENT) * _ALIGNMENT for source in sources.values())
 
 
 def _room(sources: dict[_Identity, _Source], block: torch.Tensor) -> dict[_Identity, torch.Tensor]:
-    """Return consecutive parts of a block for the sources' copies."""
+    """Divide a memory block: return the part of it for each source's copy, aligned, by the source's identity."""
     room, begin = {}, 0
     for name, source in sources.items():
         room[name] = block[begin : begin + source.elements.nbytes]
@@ -143,7 +143,7 @@ def _like(copy: torch.Tensor, source: _Source) -> torch.Tensor:
 
 
 def _copy_here(sources: dict[_Identity, _Source], memory: HostMemory) -> dict[_Identity, torch.Tensor]:
-    """Return copies of sources that are in the host's memory, or on a device from which torch copies whole tensors."""
+    """Copy sources in host memory, or on a device without staged copies, and return the copies by identity."""
     copies = _room(sources, memory.lend(_aligned_bytes(sources)))
     ranges = list[_Pair]()
     for name, source in sources.items():

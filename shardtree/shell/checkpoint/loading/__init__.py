@@ -1,4 +1,4 @@
-"""Loading: a target is taken apart, checked against the checkpoint, filled, and put together."""
+"""Loading: a target is split into leaves, checked against the checkpoint, filled, and built into a tree again."""
 
 import typing
 

@@ -26,16 +26,16 @@ _ASK_STEPS = (*OPEN_STEPS, "load: options", "load: prepare")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadRequest:
-    """The request of a caller of `load`; the attributes are its arguments.
+    """The arguments of a call of `load`.
 
     Attributes:
         tree: The target.
-        choices: The strategies.
-        layout: The targets of all ranks, if the caller passed them.
-        strict: The mode for keys that only one side has.
+        choices: The strategies for the shards and for the common state, and the dispatch table.
+        layout: The tensor shards that all ranks request, if the caller passed them.
+        strict: The mode for keys that only the target or only the checkpoint has.
         validate: Whether exactly one main replica must request each element.
         cast: Whether dtypes are converted.
-        plain: Patterns of keys of values that need no scales.
+        plain: Patterns of the keys that may be cast although tensors named like scales are stored beside them.
         donate: Whether the target's tensors are filled in place.
         device: The device of tensors that have no memory in the target.
         options: The options of the read.
@@ -65,15 +65,15 @@ target if ranks compare them, and the place from which it reads."""
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalLoad:
-    """A rank's own knowledge of a load, before ranks exchange anything.
+    """The inputs of a load on one rank, checked and prepared before ranks exchange anything.
 
     Attributes:
-        checkpoint: The checkpoint as this rank sees it.
+        checkpoint: The checkpoint that this rank has opened.
         mode: The strict mode.
         device: The device of tensors that have no memory in the target.
-        target: This rank's target, taken apart.
-        layout: The target of all ranks, if the caller passed it.
-        description: The description of the target; None if ranks don't compare theirs.
+        target: This rank's target, split into leaves.
+        layout: The tensor shards that all ranks request, if the caller passed them.
+        description: The description of this rank's target for the others; None if ranks do not compare targets.
     """
 
     checkpoint: Checkpoint
@@ -85,11 +85,13 @@ class LocalLoad:
 
 
 def ask(world: World, open_here: Callable[[], Checkpoint], request: LoadRequest) -> tuple[LocalLoad, list[Message]]:
-    """Return a rank's own knowledge of the load, and all ranks' messages; one all-gather, two for many ranks.
+    """Prepare a load on this rank and exchange messages; return the prepared load, and all ranks' messages by rank.
+
+    This takes one all-gather, or two for many ranks.
 
     Args:
         world: The ranks that load together.
-        open_here: Function that returns the checkpoint that this rank has opened, or raises the error of opening it.
+        open_here: Function that opens the checkpoint on this rank, or raises.
         request: This rank's request.
 
     Raises:
@@ -127,7 +129,7 @@ def ask(world: World, open_here: Callable[[], Checkpoint], request: LoadRequest)
 
 
 def _alike_arguments(request: LoadRequest) -> dict[str, object]:
-    """Return the arguments that must be equal on all ranks and differ from the defaults."""
+    """Return the arguments, by name, that ranks compare with each other, without default values."""
     strict = getattr(request.strict, "value", request.strict)
     arguments = {} if strict == StrictHandling.ASSUME_OK_UNEXPECTED.value else {"strict": strict}
     arguments |= {"cast": request.cast} if request.cast else {}
@@ -136,7 +138,7 @@ def _alike_arguments(request: LoadRequest) -> dict[str, object]:
 
 
 def matched_target(request: LoadRequest, rank: int, ranks: int) -> tuple[Target, KnownLayout | None]:
-    """Return a rank's target, taken apart, and the caller's layout, matched with the target."""
+    """Return a rank's target, split into leaves, and the caller's layout of all ranks, checked against this target."""
     target, layout = take_apart(request.tree, donate=request.donate), request.layout
     return target, None if layout is None else known_layout("load", layout, target.tensors, rank, ranks)
 
@@ -144,11 +146,13 @@ def matched_target(request: LoadRequest, rank: int, ranks: int) -> tuple[Target,
 def resolve(
     checkpoint: Checkpoint, sharded: Choice, strategies: Strategies | None, keys: Callable[[], tuple[Set[str], bool]]
 ) -> None:
-    """Find facts that the format's metadata lacks; collective, and only for formats that need it.
+    """Find the facts about stored tensors that the format's metadata lacks, and keep them in the checkpoint's cache.
+
+    Only formats with a RESOLVE row need this. For them the call is collective, and ranks divide the search.
 
     Args:
-        checkpoint: The checkpoint with rank 0's fields, whose cache gets the results.
-        sharded: The caller's choice for the shards.
+        checkpoint: The checkpoint, with rank 0's fields.
+        sharded: The caller's choice of a strategy for the shards; for a function, nothing is searched.
         strategies: The dispatch table; None for the process's.
         keys: Function that returns the keys of this rank's tensors, and whether the load also lists all stored keys.
     """
@@ -181,7 +185,10 @@ def resolve(
 
 
 def with_metadata(request: LoadRequest, local: LocalLoad) -> LocalLoad:
-    """Return a rank's knowledge, completed for formats with incomplete metadata; collective for such formats."""
+    """Return a rank's prepared load, with complete metadata in the cache of its checkpoint.
+
+    Collective only for formats whose metadata rank 0 parses for all, or whose metadata is incomplete.
+    """
     sharded, _, strategies = request.choices
     checkpoint = parse_together(local.checkpoint, sharded, strategies)
     resolve(checkpoint, sharded, strategies, partial(keys_to_resolve, local))
@@ -189,19 +196,21 @@ def with_metadata(request: LoadRequest, local: LocalLoad) -> LocalLoad:
 
 
 def keys_to_resolve(local: LocalLoad) -> tuple[Set[str], bool]:
-    """Return the keys of the tensors that a rank requests, and whether the load also lists all stored tensors."""
+    """Return the keys of the tensors that a rank requests, and whether its strict mode also needs all stored keys."""
     # A strict mode that compares keys lists all stored tensors.
     keys = local.target.plain_keys.union(shard.key for shard in local.target.tensors)
     return keys, local.mode is not StrictHandling.ASSUME_OK_UNEXPECTED
 
 
 def compare_keys(world: World, request: LoadRequest, local: LocalLoad) -> tuple[set[str], set[str]]:
-    """Return the missing and the unexpected keys, as far as a strict mode needs them; collective only if it does.
+    """Return the stored keys that no rank requests, and the keys that this rank requests and that are not stored.
+
+    A set that the strict mode does not use is empty. If the mode uses neither, the call is not collective.
 
     Args:
         world: The ranks that load together.
         request: This rank's request.
-        local: Its own knowledge of the load.
+        local: This rank's prepared load.
     """
     if local.mode is StrictHandling.ASSUME_OK_UNEXPECTED:
         return set(), set()

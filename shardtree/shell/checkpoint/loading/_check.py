@@ -45,8 +45,8 @@ class CheckedLoad:
     """A load that has passed all checks, with everything that reading needs.
 
     Attributes:
-        target: The target, taken apart, without values that aren't stored.
-        common: The rank's part of the stored common tree.
+        target: The target, split into leaves, without values that aren't stored.
+        common: The part of the stored common tree that this rank loads.
         reading: The parameters of the read.
         destination: The memory to fill.
         omissions: Stored values that aren't returned, and values of the target that aren't filled.
@@ -62,7 +62,7 @@ class CheckedLoad:
 def check_ranks(
     request: LoadRequest, local: LocalLoad, messages: Sequence[Message], missing: Set[str], unexpected: set[str]
 ) -> CheckedLoad:
-    """Return the result of `check` after it succeeded on all ranks; one all-gather."""
+    """Run `check` on every rank, and return this rank's result once all have succeeded; one all-gather."""
 
     def fits() -> CheckedLoad:
         with unless_replaced(local.checkpoint):
@@ -86,10 +86,10 @@ def check(
 
     Args:
         request: The caller's request.
-        local: The rank's own knowledge of the load.
+        local: The rank's prepared load.
         messages: The messages of all ranks, by rank.
-        missing: Stored keys that no rank requests, if the strict mode needs them.
-        unexpected: Keys that this rank requests and that aren't stored, if the strict mode needs them.
+        missing: Stored keys that no rank requests; empty if the strict mode does not use them.
+        unexpected: Keys that this rank requests and that are not stored; empty if the strict mode does not use them.
 
     Raises:
         KeyMismatch, TreeError, UnsupportedValue, ShapeError, IntegrityError, UnsafeFile: as `load`.

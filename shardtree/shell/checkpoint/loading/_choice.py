@@ -1,4 +1,4 @@
-"""The choice whether ranks read for each other: the caller makes it, or it depends on machines and storage."""
+"""The choice whether ranks read for each other: made by the caller, or from the ranks' machines and the storage."""
 
 from __future__ import annotations
 
@@ -59,9 +59,10 @@ def exchange_choice(exchange: Exchange, places: Sequence[ReadPlace], saved_bytes
     """Return the choice whether ranks send each other the bytes that they read.
 
     Args:
-        exchange: The caller's choice.
-        places: The places of all ranks, by rank.
-        saved_bytes: The bytes that an exchange saves all ranks together; None if ranks don't know others' targets.
+        exchange: `LoadOptions.exchange`: "always", "never", or "auto" to decide here.
+        places: The place from which each rank reads, by rank.
+        saved_bytes: The bytes of reads that an exchange avoids, summed over all ranks; None if ranks do not know the
+            targets of the others.
 
     Raises:
         StrategyError: `exchange` has an unknown value.
@@ -89,7 +90,9 @@ def exchange_choice(exchange: Exchange, places: Sequence[ReadPlace], saved_bytes
 
 
 def bytes_wanted_twice(columns: Iterable[ShardColumns]) -> int:
-    """Return the minimum number of bytes that an exchange saves all ranks: the bytes of all replicas but the main ones.
+    """Return the number of bytes in the replicas that aren't main replicas.
+
+    If ranks read for each other, at least these bytes need not be read, since each element is then read once.
 
     Args:
         columns: The shards of all ranks, in one or several sets of columns.

@@ -1,4 +1,4 @@
-"""The fit of a target's tensors and objects to the stored ones: problems and cost, computed from metadata alone."""
+"""Comparison of a target's tensors and objects with the stored ones: problems and cost, from metadata alone."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ P = TypeVar("P", bound=Misfit)
 def fit_target(
     stored: Stored, target: Target, request: LoadRequest, left_out: Collection[str]
 ) -> tuple[Kinds, ObjectsFit]:
-    """Check that a target fits the checkpoint, and return the stored kinds of its tensors and the fit of its objects.
+    """Check that a target fits the checkpoint; return its tensors' stored kinds, and an `ObjectsFit` for its objects.
 
     Nothing is checked if the format can't list its contents, or if a function of the caller loads the shards.
 
@@ -77,7 +77,15 @@ def fit_target(
 
 
 def prospect(stored: Stored, shards: Sequence[ShardedTensor], *, cast: bool, plain: Sequence[str]) -> Prospect:
-    """Return the problems and the cost of loading some of a target's tensors; no cost if there is no index.
+    """Return the problems and the cost of loading tensors, from the stored metadata.
+
+    The cost is left out if the format's metadata has no index of files and byte ranges.
+
+    Args:
+        stored: The checkpoint's contents.
+        shards: The shards to load.
+        cast: Whether dtypes are converted.
+        plain: Patterns of the keys that may be cast although tensors named like scales are stored beside them.
 
     Raises:
         StrategyError: The format can't list its contents.
@@ -97,13 +105,13 @@ def prospect(stored: Stored, shards: Sequence[ShardedTensor], *, cast: bool, pla
 def find_without_scales(
     stored: Stored, shards: Sequence[ShardedTensor], kinds: Kinds, plain: Sequence[str]
 ) -> tuple[ScaledValues, ...]:
-    """Return the problems of values that would be converted without the scales stored beside them.
+    """Return a problem for each tensor that would be converted without the scales stored beside it.
 
     Args:
         stored: The checkpoint's contents.
         shards: The rank's shards.
         kinds: The stored kinds (dtype and shape) of the shards' tensors, by key.
-        plain: Patterns of keys of values that need no scales.
+        plain: Patterns of the keys that may be cast although tensors named like scales are stored beside them.
 
     Raises:
         KeyMismatch: A pattern of plain values matches no stored key.
@@ -119,12 +127,13 @@ def find_without_scales(
 
 
 def unexpected_keys(stored: Stored, target: Target, unexpected: Collection[str]) -> tuple[Unexpected, ...]:
-    """Return the unexpected keys of a target, each with a similar stored name if there is one.
+    """Return a problem for each key of a target that isn't stored, with a similar stored key if there is one.
 
     Args:
         stored: The checkpoint's contents.
         target: The rank's target.
-        unexpected: The target's keys that aren't stored, if the strict mode needs them.
+        unexpected: The target's keys that are not stored; empty if the strict mode does not use them, and then
+            the result is empty too.
     """
     if not unexpected:
         return ()
@@ -134,7 +143,7 @@ def unexpected_keys(stored: Stored, target: Target, unexpected: Collection[str])
 
 
 def in_common_state(stored: Stored, problems: Iterable[P], target: Target) -> tuple[P, ...]:
-    """Return problems; if the common state holds a missing tensor, the tensor's problem gets the path in that state.
+    """Return the problems; those about tensors that the common state holds get the tensor's path in that state.
 
     Args:
         stored: The checkpoint's contents; if the common state can't be read, the problems are unchanged.

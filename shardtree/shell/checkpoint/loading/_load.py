@@ -87,8 +87,8 @@ def load(
             does; a fraction, an imaginary part or an integer that doesn't fit is an error. If False, another dtype is
             an error. Quantised values, such as FP8, are an error if scales are stored beside them, since without these
             they are different numbers.
-        plain: Patterns of keys of values that may be cast without scales, although tensors with names of scales are
-            stored beside them.
+        plain: Patterns of the keys whose values may be cast although tensors named like scales are stored beside them:
+            they are plain numbers, not quantised ones.
         device: Device of tensors whose targets have no memory (None, meta or lazy tensors); the CPU by default. Ranks
             may pass different devices.
         layout: The tensor shards that all ranks request, computed by every rank from a mesh and specs, or from
@@ -109,7 +109,7 @@ def load(
         KeyMismatch: a requested key isn't stored, or `strict` doesn't allow a difference of keys; or a plain tensor of
             the target is stored under another key than that of its path.
         TreeError: the target doesn't fit the common state, or is too deep; a rule for objects matches no key.
-        UnsupportedValue: a shard is hidden in a value of the target that isn't entered; a rule can't handle an object.
+        UnsupportedValue: a shard lies inside a value that tree maps do not enter; a rule can't handle an object.
         ShapeError: a tensor's global shape or dtype differs; the checkpoint doesn't cover the target; a stored value
             can't be converted, or not without its scales; donated tensors can't be written, or share memory (tied
             weights: only if their stored values differ); or an array of objects has another shape and no rule.
@@ -166,12 +166,12 @@ _LAST_STEPS = ("load: deliver", "load: join")
 
 
 def put_together(checked_load: CheckedLoad, objects: Sequence[Any], amount: ReadReport) -> Any:
-    """Return the tree of the common state and the loaded leaves, after all ranks have theirs; a barrier.
+    """Join the loaded leaves with the common state, and return the tree once all ranks have built theirs; a barrier.
 
     Args:
-        checked_load: The load, its memory filled.
-        objects: The data of the objects among the target's leaves.
-        amount: The report of the read, which the caller's `report` gets.
+        checked_load: The load, with filled memory.
+        objects: The data of the objects among the target's leaves, in order.
+        amount: The report of the read; the caller's `report` function gets it, with the load's omissions added.
     """
     checkpoint = checked_load.reading.checkpoint
     finish = partial(_put_together, checked_load, objects, amount, checkpoint.options.report)

@@ -1,4 +1,4 @@
-"""The fit of a target's objects to the stored ones, and rules for arrays of objects that change their shape."""
+"""Comparison of a target's objects with the stored ones, and rules for arrays of objects that change their shape."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from .._open import Metadata
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ObjectsFit:
-    """The fit of a target's objects to the stored ones.
+    """The result of comparing a target's objects with the stored ones.
 
     Attributes:
         problems: The reasons why some objects can't be loaded.
-        arrays: The arrays of objects that change their shape, as (key, target's shape).
+        arrays: The arrays of objects that are stored in another shape than the target's, as (key, target's shape).
         cells: All stored cells (single objects) of such arrays, without data.
         rules: The rules for such arrays, by key.
     """
@@ -44,7 +44,7 @@ class ObjectsFit:
 
     @property
     def cells_to_read(self) -> list[ShardedObject]:
-        """The stored cells that rules need."""
+        """The stored cells whose data must be read for the rules; arrays that a rule drops need none."""
         drop_objects = leaf("drop_objects")
         return [item for item in self.cells if self.rules[item.key] is not drop_objects]
 
@@ -55,13 +55,13 @@ def fit_objects(
     rules: Mapping[str, ObjectRule] | None,
     others: Iterable[str] = (),
 ) -> ObjectsFit:
-    """Return the fit of a target's objects to the stored ones, if the format can list these.
+    """Compare a target's objects with the stored ones.
 
     Args:
         objects: The target's objects.
-        metadata: The stored contents; None if they aren't known.
+        metadata: The stored tensors and objects; None if the format can't list them, and then no problems are found.
         rules: Rules by patterns of keys.
-        others: Further keys that rules may name, beside stored and requested ones.
+        others: Keys that patterns of rules may match in addition to stored and requested keys.
 
     Raises:
         TreeError: A rule's pattern matches no key.

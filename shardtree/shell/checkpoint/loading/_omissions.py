@@ -1,4 +1,4 @@
-"""Omissions of a load: values that aren't stored leave the target, and stored values may not fit the result.
+"""Omissions of a load: values of the target that aren't stored, and stored values that the result can't hold.
 
 Dicts of the result lack values that aren't stored. A list, tuple or instance of a class needs a value at each index or
 field: in modes that leave out values that aren't stored, it keeps the target's own value. So do dicts within it, if
@@ -48,12 +48,15 @@ _SHARDED = (ShardedTensor, ShardedObject)
 
 
 def leave_out(target: Target, tree: Any, unexpected: set[str], mode: StrictHandling) -> Target:
-    """Return the target without shards that aren't stored, and with the own values that may stay in the result.
+    """Return the target without shards that aren't stored.
+
+    In a mode that leaves out such shards, the result's `own` holds the target's values that lists, tuples and
+    instances of classes keep if nothing is stored for them.
 
     Args:
-        target: A rank's target, taken apart.
+        target: A rank's target, split into leaves.
         tree: The same target as a tree.
-        unexpected: Requested keys that aren't stored, if the mode needs them.
+        unexpected: Requested keys that are not stored; empty if the mode does not use them.
         mode: The strict mode.
 
     Raises:
@@ -71,7 +74,7 @@ def _without_unexpected(target: Target, tree: Any, unexpected: set[str]) -> Targ
         if keys and keys < keys_of(leaf)
     ]
     if partly:
-        what, fix = "load: factories are stored only in part", "Leave them out of the target, or build stored shards."
+        what, fix = "load: factories are stored only in part", "Leave them out, or let them build only stored shards."
         raise KeyMismatch(error_text(what, offenders=partly, fix=fix))
     return take_apart(
         map_shards(lambda leaf: HOLE if keys_of(leaf) and keys_of(leaf) <= unexpected else leaf, tree),
@@ -93,7 +96,7 @@ def keys_of(leaf: Any) -> set[str]:
 
 
 def own_values(tree: Any, unexpected: Set[str]) -> dict[TreePath, Any]:
-    """Return the values of a target that may stay in the result, by path: plain values, and data that isn't stored.
+    """Return the values of a target that may stay in the result, by path: plain values, and data of unstored shards.
 
     Args:
         tree: A rank's target.
@@ -121,11 +124,11 @@ def _is_value(value: Any) -> bool:
 
 
 def kept_paths(common: Any, tree: Any, own: Mapping[TreePath, Any]) -> list[TreePath]:
-    """Return the paths of a target's own values that are in the result of a load.
+    """Return the paths at which the result of a load has the target's own value, since nothing is stored there.
 
     Args:
         common: The stored common tree.
-        tree: The join of common tree and target.
+        tree: The result: the join of common tree and target.
         own: The target's values by path, from `own_values`.
 
     Examples:
@@ -149,8 +152,10 @@ class Omissions:
         left_out: Paths of stored plain values that can't be returned, since containers around them lack shards.
         unfilled: Paths of the target's plain tensors for which nothing is stored.
         kept: Paths of the target's own values that are in the result, since nothing is stored for them.
-        union_paths: Paths of all plain values of a common state that is the union of several ranks'.
-        unasked_bits: Packed flags of this rank, one for each of `union_paths`: whether its part of the union lacks it.
+        union_paths: Paths of all plain values in the stored common state; empty unless that state is a union of several
+            ranks' states, of which each rank loads a part.
+        unasked_bits: One item: a bit for each of `union_paths`, packed into bytes, that is set if this rank's part of
+            the union lacks the value. Empty without a union.
     """
 
     left_out: tuple[str, ...] = ()
@@ -161,11 +166,11 @@ class Omissions:
 
     @property
     def shared(self) -> tuple[tuple[str, ...], tuple[str, ...], tuple[bytes, ...]]:
-        """The part that other ranks learn: `unfilled`, `kept` and `unasked_bits`."""
+        """The fields that are sent to the other ranks: `unfilled`, `kept` and `unasked_bits`."""
         return self.unfilled, self.kept, self.unasked_bits
 
     def unasked_paths(self, all_bits: Sequence[bytes]) -> tuple[str, ...]:
-        """Return the paths of united values that no rank requested, from the packed flags of all ranks."""
+        """Return the paths of stored values that no rank's part of a union has, given all ranks' `unasked_bits`."""
         if len(set(map(len, all_bits))) != 1:  # nothing was united, or a caller's function loads different states
             return ()
         of_all = np.bitwise_and.reduce([np.frombuffer(bits, dtype=np.uint8) for bits in all_bits])
@@ -174,12 +179,12 @@ class Omissions:
 
 
 def join_common(stored: Stored, target: Target, rest: Target, mode: StrictHandling) -> tuple[Any, Omissions]:
-    """Return a rank's part of the common state, and the omissions of its join with the target; reads no tensor.
+    """Return the part of the common state that a rank loads, and the omissions of the load; no tensor is read.
 
     Args:
         stored: The checkpoint's contents.
         target: The rank's target.
-        rest: The target without shards that aren't stored.
+        rest: The same target without the shards that aren't stored.
         mode: The strict mode.
 
     Raises:
@@ -200,7 +205,14 @@ def join_common(stored: Stored, target: Target, rest: Target, mode: StrictHandli
 
 
 def check_join(stored: Stored, common: Any, target: Target, mode: StrictHandling) -> Omissions:
-    """Join the common tree with the target's own leaves on trial, and return the omissions of the final join."""
+    """Return the omissions of a load, from a trial join of the common tree with the target's leaves before loading.
+
+    The join with the loaded values, later, has the same omissions.
+
+    Raises:
+        TreeError: The target doesn't fit the common state.
+        KeyMismatch: There are omissions that the mode refuses.
+    """
     # An optimizer's state in tuples, or a list with shards beside values, can't be returned without its shards: it is
     # left out, so that a partial load can succeed.
     own_place = (*_SHARDED, LocalNonpersistentObject)
@@ -217,7 +229,12 @@ def check_join(stored: Stored, common: Any, target: Target, mode: StrictHandling
 
 
 def join_leaves(common: Any, target: Target, leaves: Sequence[Any]) -> Any:
-    """Return the join of the stored common tree with the loaded values of a target's leaves.
+    """Join the stored common tree with a target's tree of new leaves, and return the joined tree.
+
+    Args:
+        common: The stored common tree.
+        target: The target.
+        leaves: A value, or a hole, for each leaf of the target.
 
     Raises:
         TreeError: The two don't fit together.
@@ -259,7 +276,7 @@ def refuse_omissions(strict: StrictHandling, what: str, paths: Sequence[str]) ->
         paths: Paths of the omitted values or tensors.
 
     Raises:
-        KeyMismatch: There are paths, and the mode raises.
+        KeyMismatch: There are paths, and the mode is RAISE_ALL.
     """
     if strict is StrictHandling.RAISE_ALL and paths:
         raise KeyMismatch(error_text(what, offenders=paths, fix=_FIXES[what]))
@@ -272,7 +289,14 @@ def log_omissions(what: str, paths: Sequence[str]) -> None:
 
 
 def log_of_ranks(mode: StrictHandling, unfilled: Iterable[str], kept: Iterable[str], unasked: Sequence[str]) -> None:
-    """Log the ranks' unfilled and kept paths, each once, and the values that no rank requests."""
+    """Log the omissions of all ranks.
+
+    Args:
+        mode: The strict mode. IGNORE_ALL doesn't log `kept`, and only modes that log keys log `unasked`.
+        unfilled: Paths of the ranks' plain tensors for which nothing is stored; duplicates are logged once.
+        kept: Paths of the ranks' own values in the results; duplicates are logged once.
+        unasked: Paths of the stored values that no rank's part of a union has.
+    """
     log_omissions(TARGET_TENSORS, list(dict.fromkeys(unfilled)))
     log_omissions(KEPT_VALUES, [] if mode is StrictHandling.IGNORE_ALL else list(dict.fromkeys(kept)))
     log_omissions(RANK_VALUES, unasked if mode in LOGGING else ())

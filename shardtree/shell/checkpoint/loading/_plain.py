@@ -23,14 +23,14 @@ from ._targets import Kinds, Target
 
 
 def asking_whole(target: Target, kinds: Kinds) -> Target:
-    """Return a target in which each plain tensor whose path is a stored key is a shard that requests the whole tensor.
+    """Return the target with shards in place of plain tensors, where the path of a plain tensor is a stored key.
 
-    If the plain and the stored tensor have a single element, the result has the target's shape: both () and (1,) are
-    common for an optimizer's step.
+    Each such shard requests the whole stored tensor. If the plain and the stored tensor have a single element, the
+    loaded tensor has the plain tensor's shape: both () and (1,) are common for an optimizer's step.
 
     Args:
-        target: A rank's target, taken apart.
-        kinds: The stored kinds of the tensors that it may request, by key.
+        target: A rank's target, split into leaves.
+        kinds: The stored kinds (dtype, shape) of the tensors that plain tensors may request, by key.
 
     Raises:
         UnsupportedValue: Such a tensor is a wrapper subclass, whose memory can't be filled.
@@ -58,7 +58,13 @@ def asking_whole(target: Target, kinds: Kinds) -> Target:
 
 
 def _in_shapes(rebuild: Callable[[Sequence[Any]], Any], shapes: dict[int, torch.Size], leaves: Sequence[Any]) -> Any:
-    """Return the rebuilt tree, with some loaded tensors viewed in other shapes, by the number of the leaf."""
+    """Rebuild a target's tree from loaded leaves, some of them in other shapes.
+
+    Args:
+        rebuild: Function from leaves to the tree.
+        shapes: Shape in which to view a loaded tensor, by the index of the leaf.
+        leaves: Loaded leaves.
+    """
     values = (
         leaf.view(shapes[number]) if number in shapes and isinstance(leaf, torch.Tensor) else leaf
         for number, leaf in enumerate(leaves)
@@ -77,12 +83,12 @@ def unfilled_paths(target: Target, tree: Any) -> list[TreePath]:
 
 
 def refuse_other_keys(paths: Sequence[TreePath], common: Any, checkpoint_keys: Collection[str]) -> None:
-    """Raise if a plain tensor gets no value, but a similar tensor is stored under another key.
+    """Raise if a plain tensor gets no value, but its values seem to be stored under another key.
 
-    This is so if the saved tree had a shard at the plain tensor's path, or if a stored key is a suffix of that path.
+    This means: the saved tree had a shard at the plain tensor's path, or a stored key is a suffix of that path.
 
     Args:
-        paths: Paths of plain tensors that get no value.
+        paths: Paths of the plain tensors that get no value.
         common: The stored common tree, with holes in place of shards.
         checkpoint_keys: All stored keys.
 
@@ -101,7 +107,7 @@ def refuse_other_keys(paths: Sequence[TreePath], common: Any, checkpoint_keys: C
 
 
 def _hint(path: TreePath, common: Any, keys: Collection[str]) -> str:
-    """Return a text about the stored tensor that may be meant by a path; empty if there is none."""
+    """Return a phrase for an error about the stored key that a plain tensor's path may mean; empty if there is none."""
     key = path_key(path)
     parts = key.split(".")
     ends = (".".join(parts[start:]) for start in range(1, len(parts)))

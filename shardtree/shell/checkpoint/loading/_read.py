@@ -1,4 +1,4 @@
-"""Reads of a target's shards into memory, by each rank for itself or by ranks for each other."""
+"""Reading a target's shards into memory: each rank for itself, or ranks for each other."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ Shards = Sequence[ShardedTensor]
 
 
 def by_dtype(shards: Shards, kinds: Kinds) -> tuple[list[ShardedTensor], list[ShardedTensor]]:
-    """Return the shards that are stored in their own or an unknown dtype, and the shards stored in another dtype."""
+    """Return the shards that need no conversion (stored in their own or an unknown dtype), and those that need one."""
     # Shards are compared by identity, since shards of one key in a target may have different dtypes.
     others = [shard for shard in shards if shard.key in kinds and kinds[shard.key].dtype != shard.dtype]
     ids = set(map(id, others))
@@ -54,18 +54,21 @@ def by_dtype(shards: Shards, kinds: Kinds) -> tuple[list[ShardedTensor], list[Sh
 
 
 def stored_shard(shard: ShardedTensor, kinds: Kinds) -> ShardedTensor:
-    """Return a shard without data, in its stored dtype."""
+    """Return a shard without data, with the dtype in which its tensor is stored."""
     return replace(shard, data=None, dtype=kinds[shard.key].dtype)
 
 
 def groups_of(shards: Shards, kinds: Kinds, rounds: Column | None = None, count: int = 0) -> list[list[ShardedTensor]]:
-    """Return the groups that a rank reads at once: shards stored in their own dtype, then rounds of shards to convert.
+    """Divide a rank's shards into groups, each of which is read at once.
+
+    The first group has the shards that need no conversion. Shards to convert follow in rounds of bounded size.
 
     Args:
         shards: The rank's shards.
-        kinds: The stored kinds, by key.
-        rounds: The number of the round in which each converted shard is read, int64; None if the rank reads by itself.
-        count: The minimum number of rounds.
+        kinds: The stored kinds (dtype, shape), by key.
+        rounds: The round of each shard to convert, int64 (shards to convert,), if ranks read for each other and have
+            agreed on them; None to divide the shards here.
+        count: The number of rounds, if `rounds` is given.
     """
     alike, others = by_dtype(shards, kinds)
     if rounds is None and others:
@@ -78,18 +81,20 @@ def groups_of(shards: Shards, kinds: Kinds, rounds: Column | None = None, count:
 
 
 def as_stored(shards: Sequence[ShardedTensor], kinds: Kinds) -> list[ShardedTensor]:
-    """Return shards with new memory, in their stored dtypes."""
+    """Return the shards with new memory, in the dtypes in which their tensors are stored."""
     bare = (stored_shard(shard, kinds) for shard in shards)
     return [replace(shard, data=new_memory(shard.key, shard.data_shape, shard.dtype)) for shard in bare]
 
 
 def convert_all(shards: Sequence[ShardedTensor], sources: Sequence[ShardedTensor], kinds: Kinds) -> None:
-    """Convert read values to their shards' dtypes, in the shards' memory; unstored parts of padded shards stay.
+    """Convert the values that were read to the shards' dtypes, and write them into the shards' memory.
+
+    Elements of a padded shard that aren't stored keep their values.
 
     Args:
         shards: Shards with contiguous memory, written in place.
-        sources: The same shards as they are stored, filled.
-        kinds: The stored kinds, by key.
+        sources: The same shards in their stored dtypes, with the values that were read.
+        kinds: The stored kinds (dtype, shape), by key.
 
     Raises:
         ShapeError: An integer doesn't fit the target's dtype.
@@ -101,17 +106,17 @@ def convert_all(shards: Sequence[ShardedTensor], sources: Sequence[ShardedTensor
 
 @dataclass(frozen=True, eq=False)
 class Reading:
-    """The parameters of the read of a target.
+    """The parameters for reading a target.
 
     Attributes:
         checkpoint: The opened checkpoint.
-        sharded_strategy: The caller's choice.
+        sharded_strategy: The caller's choice of a strategy for the shards.
         strategies: The dispatch table; None for the process's.
         donate: Whether the target's tensors are filled in place.
         exchange: The choice whether ranks read for each other.
         kinds: The stored kinds of tensors, by key; tensors of another dtype than the target's are converted.
-        objects: The fit of the target's objects.
-        layout: The target of all ranks, if the caller passed it.
+        objects: The comparison of the target's objects with the stored ones.
+        layout: The tensor shards that all ranks request, if the caller passed them.
         device: The device of tensors that have no memory in the target.
     """
 
@@ -127,7 +132,7 @@ class Reading:
 
     @cached_property
     def fills_devices(self) -> bool:
-        """Whether memory on devices is filled in parts, without host memory for all of it."""
+        """Whether memory on devices is filled directly, in parts, instead of from a whole copy in host memory."""
         if self.exchange.together:
             return False
         return traits_of_load(self.checkpoint, self.sharded_strategy, self.strategies).fills_devices
@@ -139,8 +144,8 @@ class Destination:
 
     Attributes:
         leaves: The leaves of the target.
-        shards: The tensor shards among them.
-        memories: The same shards with memory to be filled.
+        shards: The tensor shards among the leaves.
+        memories: The same shards, with memory to be filled.
     """
 
     leaves: Sequence[Any]
@@ -149,7 +154,7 @@ class Destination:
 
 
 def destination_of(reading: Reading, leaves: Sequence[Any]) -> Destination:
-    """Return memory for the tensor shards among a target's leaves."""
+    """Allocate memory for the tensor shards among a target's leaves; donated tensors are used if they fit."""
     shards = [leaf for leaf in leaves if isinstance(leaf, ShardedTensor)]
     is_staged = partial(_is_read_to_device, reading)
     with collector_paused():
@@ -158,13 +163,13 @@ def destination_of(reading: Reading, leaves: Sequence[Any]) -> Destination:
 
 
 def _is_read_to_device(reading: Reading, shard: ShardedTensor) -> bool:
-    """Return whether a shard whose target is on a device is read there in parts; converted shards aren't."""
+    """Return whether a shard's memory on a device may be filled directly, in parts: not if its dtype is converted."""
     is_alike = shard.key not in reading.kinds or reading.kinds[shard.key].dtype == shard.dtype
     return is_alike and reading.fills_devices
 
 
 def read_into(reading: Reading, destination: Destination) -> tuple[list[Any], ReadReport]:
-    """Fill the destination, and return the data of each object and a report; collective."""
+    """Read the target's tensors into the destination; return the data of each object, and a report. Collective."""
     world = reading.checkpoint.world
     others = (leaf for leaf in destination.leaves if type(leaf) is not ShardedTensor)
     objects = [leaf for leaf in others if isinstance(leaf, ShardedObject)]
@@ -191,7 +196,7 @@ def _read_alone(reading: Reading, shards: Shards) -> ReadReport:
 
 
 def read_shards(reading: Reading, shards: Sequence[ShardedTensor]) -> ReadReport:
-    """Fill shards by the format's function, or the caller's, and return its report; not collective.
+    """Fill shards with the format's or the caller's function, and return the report of that function; not collective.
 
     Raises:
         StrategyError: The function didn't return a ReadReport.
@@ -258,7 +263,7 @@ def deliver(reading: Reading, destination: Destination, objects: Sequence[Any]) 
 
 
 def traits_of_load(checkpoint: Checkpoint, choice: Choice, strategies: Strategies | None) -> FormatTraits:
-    """Return the traits of the function that loads shards; the defaults if it isn't the format's own function."""
+    """Return the traits of a checkpoint's format; the default traits if the format's own function is replaced."""
     backend = sharded_backend(checkpoint.fields)
     load_sharded = strategy_of(StrategyAction.LOAD_SHARDED, choice, backend, strategies)
     # The traits describe the format's own function, not a replacement for this call.

@@ -1,4 +1,4 @@
-"""The contents of a checkpoint for comparison with a load's target: keys, kinds, objects, the common state."""
+"""The contents of a checkpoint, to compare with the target of a load: keys, kinds, objects, common state."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Stored:
 
     @property
     def can_list(self) -> bool:
-        """Whether the format of the tensors lists its contents."""
+        """Whether the format of the tensors can list the tensors that it holds."""
         return find_strategy(StrategyAction.LOAD_METADATA, *self._backend, strategies=self.choices[2]) is not None
 
     @property
@@ -54,7 +54,7 @@ class Stored:
 
     @cached_property
     def tensors(self) -> Metadata:
-        """The contents of the format that holds the tensors.
+        """The stored tensors, and the objects that are stored in the same format.
 
         Raises:
             StrategyError: The format doesn't list its contents.
@@ -65,7 +65,7 @@ class Stored:
 
     @cached_property
     def objects(self) -> Metadata | None:
-        """The contents of the format that holds the objects; None if it doesn't list them."""
+        """The stored objects, and the tensors in the same format; None if that format can't list its contents."""
         beside, strategies = common_backend(self.checkpoint.fields), self.choices[2]
         if not are_objects_beside(self._backend, beside, strategies):
             return self.tensors
@@ -110,7 +110,7 @@ class Stored:
 
         Raises:
             CorruptCheckpoint: The stored bytes are damaged.
-            UnsafeFile: It holds pickled values, and `allow_pickle` is False.
+            UnsafeFile: The common state holds pickled values, and `allow_pickle` is False.
         """
         if types in self._commons:
             return self._commons[types]

@@ -60,7 +60,7 @@ WITH_MISSING = {_S.LOG_ALL, _S.RAISE_ALL, _S.RETURN_ALL, _S.IGNORE_ALL}
 
 
 def parse_strict(strict: str | StrictHandling) -> StrictHandling:
-    """Return the mode of a name.
+    """Return the strict mode with a name; a mode is returned unchanged.
 
     Raises:
         KeyMismatch: The name is unknown.
@@ -81,13 +81,15 @@ def parse_strict(strict: str | StrictHandling) -> StrictHandling:
 def mismatched_keys(
     strict: StrictHandling, own: set[str], checkpoint_keys: set[str], everywhere: set[str]
 ) -> tuple[set[str], set[str]]:
-    """Return the missing and the unexpected keys that a mode needs.
+    """Return the missing keys (stored, requested by no rank) and the unexpected keys (requested here, not stored).
+
+    A set that the strict mode does not use is empty.
 
     Args:
-        strict: The mode.
+        strict: The strict mode.
         own: The keys of this rank's target.
         checkpoint_keys: The stored keys.
-        everywhere: The keys of all ranks' targets; unused if the mode doesn't need it.
+        everywhere: The keys of all ranks' targets; unused if the mode does not look for missing keys.
 
     Examples:
         >>> mismatched_keys(StrictHandling.RETURN_ALL, {"a", "x"}, {"a", "b"}, {"a", "x"})
@@ -99,10 +101,10 @@ def mismatched_keys(
 
 
 def settle_keys(strict: StrictHandling, missing: Iterable[str], unexpected: Sequence[Unexpected]) -> None:
-    """Log keys that differ, or raise for them, as the mode says.
+    """Log the missing and unexpected keys, or raise for them, or do nothing, according to the strict mode.
 
     Raises:
-        KeyMismatch: Keys differ, and the mode raises.
+        KeyMismatch: There are such keys, and the mode is one that raises.
     """
     if strict in LOGGING:
         _log_keys(missing, unexpected)
@@ -111,7 +113,7 @@ def settle_keys(strict: StrictHandling, missing: Iterable[str], unexpected: Sequ
 
 
 def _log_keys(missing: Iterable[str], unexpected: Sequence[Unexpected]) -> None:
-    """Log keys that differ, if there are any, in a single message with a line for each."""
+    """Log missing and unexpected keys, if there are any, in a single message with a line for each."""
     absent = sorted(missing)
     # Each line is formatted separately, since a common text would be shortened to its first ten lines.
     keys = [*map(_unexpected_line, unexpected), *map(_missing_line, absent)]
@@ -121,7 +123,7 @@ def _log_keys(missing: Iterable[str], unexpected: Sequence[Unexpected]) -> None:
 
 
 def refuse_keys(missing: Iterable[str], unexpected: Sequence[Unexpected]) -> None:
-    """Raise if keys differ; the error shows some of each kind, and lists all of them in attributes.
+    """Raise if there are missing or unexpected keys; the text shows some of each, the error's attributes list all.
 
     Raises:
         KeyMismatch: There is a missing or an unexpected key.
@@ -164,7 +166,7 @@ def _missing_line(key: str) -> str:
 
 
 def _some(unexpected: Sequence[str], missing: Sequence[str]) -> list[str]:
-    """Return up to ten lines for an error, some of each kind."""
+    """Return at most ten of the lines about unexpected and missing keys, with some of both kinds."""
     lines: list[str] = []
     for kind, keys, others in (("unexpected", unexpected, missing), ("missing", missing, unexpected)):
         # Ten lines of one kind would hide the other.

@@ -1,4 +1,4 @@
-"""Targets of a load: taken apart, their memory, and the results in it."""
+"""Targets of a load: splitting a target into leaves, memory for its tensors, and the loaded tensors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Kinds = Mapping[str, TensorKind]
 
 
 def usable_device(device: str | torch.device | None) -> torch.device:
-    """Return the device of tensors whose targets have no memory; the CPU by default.
+    """Return the device for tensors that have no memory in the target, after checking that the machine has it.
 
     Raises:
         MetadataError: This machine lacks the device, or it is the meta device, which has no memory.
@@ -60,16 +60,16 @@ def usable_device(device: str | torch.device | None) -> torch.device:
 def with_memory(
     shard: ShardedTensor, tensor: torch.Tensor | None, *, donate: bool, on_device: torch.device | None = None
 ) -> ShardedTensor:
-    """Return a checked shard with contiguous memory to fill, on the CPU or another device.
+    """Return a shard with contiguous memory to fill, on the CPU or another device.
 
     The memory is the target's own tensor only if it is donated and fits. If a shape mismatch is allowed, the memory
     is initialised with the target's elements, or zeros, since not all of it may be filled.
 
     Args:
-        shard: The target's shard.
-        tensor: The shard's `given_tensor`.
+        shard: The target's shard, which `check_tensors` has accepted.
+        tensor: The target's own tensor, from `given_tensor(shard)`; None if it has no memory.
         donate: Whether that tensor may be filled in place.
-        on_device: The device of the memory, which is that of `tensor` if there is one; None for the CPU.
+        on_device: The device to fill directly, which must be the device of `tensor` if there is one; None for the CPU.
     """
     if donate and tensor is not None and (on_device is not None or is_plain_memory(tensor)):
         return trees.with_data(shard, tensor.detach()) if tensor.requires_grad else shard
@@ -92,13 +92,15 @@ def with_memories(
     device: torch.device = CPU,
     is_staged: Callable[[ShardedTensor], bool] = lambda _: False,
 ) -> list[ShardedTensor]:
-    """Return each shard with memory to fill, as by `with_memory`, on a device if the shard is read there in parts.
+    """Check the shards, and return each with memory to fill.
+
+    The memory is on the CPU, unless the shard's device can be filled directly, in parts.
 
     Args:
         shards: The target's shards.
         donate: Whether their tensors may be filled in place.
         device: The device of tensors that have no memory in the target.
-        is_staged: Function that returns whether a shard on a device is read there in parts.
+        is_staged: Function that returns whether the reader can fill memory on a device directly for a shard.
 
     Raises:
         ShapeError: `check_tensors` refuses a tensor.
@@ -126,10 +128,10 @@ def with_memories(
 
 
 def check_tensors(pairs: Sequence[tuple[ShardedTensor, torch.Tensor | None]], *, donate: bool) -> set[int]:
-    """Check shards before memory is allocated, and return the numbers of shards whose own tensors are filled in place.
+    """Check shards before memory is allocated; return the indices of those whose own tensor can be filled as it is.
 
     Args:
-        pairs: The target's shards with their tensors; None for shards without one.
+        pairs: The target's shards with their tensors; None for a shard without memory.
         donate: Whether their tensors may be filled in place.
 
     Raises:
@@ -160,13 +162,13 @@ def check_tensors(pairs: Sequence[tuple[ShardedTensor, torch.Tensor | None]], *,
 
 
 def _is_memory(shard: ShardedTensor, tensor: torch.Tensor) -> bool:
-    """Return whether `with_memory` would return a shard's own tensor; a fast path for most donated tensors."""
+    """Return whether a donated tensor can be filled as it is, by a quick test that most donated tensors pass."""
     unchanged = tensor.dtype is shard.dtype and tensor.shape == shard.data_shape and tensor.layout is torch.strided
     return unchanged and not tensor.requires_grad and is_plain_memory(tensor) and not lacks_memory(tensor)
 
 
 def new_memory(key: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str = CPU) -> torch.Tensor:
-    """Return a new tensor to fill.
+    """Return a new, uninitialised tensor to fill; the key is only for the error.
 
     Raises:
         CheckpointingException: There is not enough memory, for example because of an absurd shape in a damaged file.
@@ -222,19 +224,19 @@ def deliver_all(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Target:
-    """A load's target, taken apart.
+    """The target of a load, split into leaves, with functions that build the tree again.
 
     Attributes:
-        leaves: The leaves of the tree with factories applied.
-        tensors: The tensor shards among them.
-        objects: The sharded objects among them.
+        leaves: The leaves of the tree after factories have built their shards.
+        tensors: The tensor shards among the leaves.
+        objects: The sharded objects among the leaves.
         rebuild: Function from new leaves to a tree of the same structure.
-        merge: Function from the joined tree to one with the factories merged.
+        merge: Function from the tree of loaded values to the result, in which factories have merged their values.
         types: The namedtuple classes in the tree.
-        plain: The paths of plain tensors among the leaves, and of values that hold tensors, by number of the leaf.
-        donate: Whether its tensors may be filled in place.
-        own: The target's values, by path, that stay in the result where nothing is stored and the container needs a
-            value; None in modes that leave nothing out.
+        plain: The paths of the leaves that are plain tensors, or values that hold tensors, by the index of the leaf.
+        donate: Whether the target's tensors may be filled in place.
+        own: The target's values, by path, that a list, tuple or class instance keeps if nothing is stored for them;
+            None in modes that leave nothing out.
     """
 
     leaves: tuple[Any, ...]
@@ -264,7 +266,7 @@ class Target:
 
 @collector_paused()
 def take_apart(tree: Any, *, donate: bool = False) -> Target:
-    """Return a target taken apart.
+    """Split a target into its leaves: build the shards of factories, and find shards, objects and plain tensors.
 
     Args:
         tree: The target.
@@ -272,7 +274,7 @@ def take_apart(tree: Any, *, donate: bool = False) -> Target:
 
     Raises:
         TreeError: The target isn't a tree, or is too deep.
-        UnsupportedValue: A shard is hidden in a value that isn't entered.
+        UnsupportedValue: A shard lies inside a value that tree maps do not enter.
         ShapeError: A tensor of a donated factory shares memory with others, or can't be written.
     """
     trees.check_is_tree("load", tree)

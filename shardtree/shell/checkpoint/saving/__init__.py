@@ -1,4 +1,4 @@
-"""Saving: a tree is taken apart, written by all ranks to a folder, and committed, or replaces an old checkpoint."""
+"""Saving: all ranks write the shards of a tree to a folder, which is then committed or replaces an old checkpoint."""
 
 import typing
 

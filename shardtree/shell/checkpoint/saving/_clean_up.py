@@ -1,4 +1,4 @@
-"""Removal of interrupted saves' orphaned files by the next committed save; files of running saves are kept."""
+"""Removal of the orphaned files of interrupted saves, after the next commit; files of saves in progress are kept."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def clean_up(pending: PendingSave, strategies: Strategies | None, *, removes_sav
     Args:
         pending: The save.
         strategies: Dispatch table; None for the process's.
-        removes_saves: Whether the format's own clean-up removes interrupted saves and the owner's note.
+        removes_saves: Whether the format's own clean-up already removes interrupted saves' folders, and the note that
+            names the owner of a save's folder.
     """
     if pending.world.rank != 0:
         return

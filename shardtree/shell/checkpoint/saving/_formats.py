@@ -1,4 +1,4 @@
-"""The formats of a save: their shares of the tree, and the fields of metadata.json that each returns."""
+"""The formats of a save: which format writes which part of the tree, and the fields of metadata.json from each."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Formats:
     """The formats of a save.
 
     Attributes:
-        choices: The formats of the shards and of the common state, as the caller named them.
+        choices: The caller's choices for the shards and for the common state.
         strategies: Dispatch table; None for the process's.
-        backends: The backends of the choices, once they are looked up.
+        backends: The (backend, version) pairs that the choices stand for; the defaults until they are looked up.
     """
 
     choices: tuple[Choice, Choice]
@@ -36,18 +36,18 @@ class Formats:
 
     @property
     def in_save_folder(self) -> bool:
-        """Whether all files are in the save's own folder, so that their names differ from any other save's."""
+        """Whether all files of the save lie in its own folder, so that no two saves have files of the same name."""
         return all(traits_of(*backend, self.strategies).in_save_folder for backend in self.backends)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FormatSteps:
-    """The formats' steps of a save, on one rank.
+    """The steps of a save that its formats perform on one rank.
 
     Attributes:
-        requests: Requests that write the shards: the request of the tensors' format, and the request of the objects'
-            format if the two formats differ.
-        save_common: Function that writes the common state, and returns its fields.
+        requests: Requests that write the shards: one from the tensors' format, and one from the objects' format if the
+            two formats differ.
+        save_common: Function that writes the common state, and returns the format's fields for metadata.json.
         publish: Function that makes the folder a checkpoint, given all fields; None if writing metadata.json does this.
         recognizes: Whether the shards' format recognises folders without a metadata.json.
     """
@@ -81,14 +81,14 @@ class FormatSteps:
 def steps_of_formats(
     pending: PendingSave, writes: Writes, formats: Formats, unions: United = MappingProxyType({})
 ) -> FormatSteps:
-    """Lay out this rank's files, and return the formats' steps of the save; nothing is written yet.
+    """Plan this rank's files, and return the steps that the formats will perform; nothing is written yet.
 
     Args:
         pending: The save, with the common state.
         writes: The tensors and objects that this rank writes.
         formats: The formats, with their backends.
-        unions: For each dict of the common state in which ranks have different keys, by its path: the keys that all
-            ranks have.
+        unions: Mapping from the path of each dict of the common state in which ranks have different keys to the keys
+            that all ranks have.
 
     Raises:
         StrategyError: a format can't save.
@@ -145,11 +145,11 @@ def _misfit(what: str, value: Any, expected: str, fix: str) -> StrategyError:
 
 
 def check_can_fingerprint(backend: str, *, whole: bool) -> None:
-    """Raise unless a save to a format can store fingerprints.
+    """Raise if fingerprints can't be stored, because of the format or because tensors may have gaps.
 
     Args:
         backend: The shards' backend.
-        whole: Whether the ranks check that their shards cover whole tensors.
+        whole: Whether the ranks check that their shards cover each tensor as a whole.
 
     Raises:
         StrategyError: the format can't store fingerprints.

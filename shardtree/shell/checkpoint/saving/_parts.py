@@ -1,4 +1,4 @@
-"""Step 1 of a save: a sharded tree is taken apart into shards, objects, and a common tree with holes. Pure."""
+"""Step 1 of a save: a sharded tree is split into shards, objects, and a common tree with holes. Pure."""
 
 from __future__ import annotations
 
@@ -61,12 +61,17 @@ from ._values import Save, TreeParts
 
 @collector_paused()
 def take_apart(tree: Any, content_metadata: Mapping[str, Any] | None = None) -> TreeParts:
-    """Return a tree taken apart for saving.
+    """Split a tree into its shards, its objects, and the common tree, which has holes in place of both.
+
+    Args:
+        tree: The tree to save. Factories in it build their shards.
+        content_metadata: Metadata of the caller, which is added to the common tree; None adds nothing.
 
     Raises:
         TreeError: the tree isn't a dict, list or tuple, or already has the content metadata's key.
         CheckpointingException: a shard has no data.
-        UnsupportedValue: a shard's data isn't a dense tensor, or a shard is hidden in a value that isn't entered.
+        UnsupportedValue: a shard's data isn't a dense tensor, or a shard lies inside a value that tree maps do not
+            enter.
         ShapeError: a shard's data has another dtype or shape than the shard, since it was changed or replaced.
     """
     check_is_tree("save", tree)
@@ -143,7 +148,7 @@ def with_content_metadata(tree: Any, content_metadata: Mapping[str, Any] | None)
 
 
 def _is_as_described(shard: ShardedTensor) -> bool:
-    """Return whether data is a dense tensor that fits its shard, by a quick test without false positives."""
+    """Return whether data is surely a dense tensor that fits its shard; this quick test may reject data that fits."""
     data = shard.data
     return (
         type(data) in (torch.Tensor, torch.nn.Parameter)
@@ -189,7 +194,7 @@ def _has_data(shard: ShardedTensor) -> bool:
 
 
 def _kind(data: Any) -> str:
-    """Return the kind of data that is neither a dense nor a lazy tensor; empty for a dense or lazy tensor."""
+    """Return a description of data that is neither a dense nor a lazy tensor; empty for a dense or lazy tensor."""
     if isinstance(data, torch.Tensor):
         return "" if data.layout is torch.strided and not data.is_nested else f"{data.layout} tensor"
     return "" if isinstance(data, LazyTensor) else type(data).__name__
@@ -199,7 +204,7 @@ def _kind(data: Any) -> str:
 
 
 def check_union(save: Save) -> None:
-    """Raise unless `options.common` is valid, and common states are compared completely if they are united.
+    """Raise unless `options.common` is valid, and, for a union, nothing excludes values from the comparison of ranks.
 
     Raises:
         MetadataError: the value is unknown, or a union is requested without a complete comparison.
@@ -214,7 +219,10 @@ def check_union(save: Save) -> None:
 
 
 def common_part(save: Save, common: Any) -> Any:
-    """Return the part of a rank's common tree that is compared between ranks."""
+    """Return the part of a rank's common tree that ranks compare with each other; None if they compare nothing.
+
+    The caller's `preprocess_common_before_consistancy_check` function is applied if there is one.
+    """
     if not save.validate:
         return None
     # `comparable` drops empty containers, since a list of shards is empty on a rank that holds none of them. Holes in
@@ -224,15 +232,19 @@ def common_part(save: Save, common: Any) -> Any:
 
 
 def common_to_store(save: Save, tree: Any, hashes: Sequence[str | None]) -> TreeParts:
-    """Return this rank's parts with the union of differing common states, if options request it; two all-gathers.
+    """Compare the ranks' common states, whose hashes differ, and return this rank's parts of the tree to save.
+
+    If the options request a union, the common state in these parts is the union of all ranks' states. This takes two
+    all-gathers.
 
     Args:
         save: The save.
         tree: This rank's tree, with shards.
-        hashes: Hashes of the parts that are compared, by rank.
+        hashes: Hash of each rank's `common_part`, by rank.
 
     Raises:
-        IntegrityError: no union is requested, or under one key ranks have different values, or values and shards.
+        IntegrityError: common states differ and no union is requested; or, for a union, ranks have different values
+            under one key, or one has a value where another has a shard.
     """
     # Whole states are sent only if their hashes differ, and equal states only once.
     first, common = [hashes.index(value) for value in hashes], save.parts.common
@@ -259,11 +271,11 @@ def common_to_store(save: Save, tree: Any, hashes: Sequence[str | None]) -> Tree
 
 
 def _union(commons: Mapping[int, Any], first: Sequence[int], own_rank: int, tree: Any) -> Any:
-    """Return the union of all ranks' common trees, which unites dicts by key.
+    """Return the union of all ranks' common trees: each dict has the keys that any rank has in it.
 
     Args:
-        commons: Distinct common trees with holes, by the first rank of each.
-        first: For each rank, the first rank with an equal common tree.
+        commons: The distinct common trees, with holes; each by the first rank that has it.
+        first: The first rank with an equal common tree, for each rank.
         own_rank: This rank.
         tree: This rank's tree, with shards.
 

@@ -1,4 +1,4 @@
-"""Replacement of a checkpoint as a whole: the new one is written to a sibling folder, then the two are exchanged."""
+"""Replacing a whole checkpoint: the new one is written to a sibling folder, then the two folders are exchanged."""
 
 from __future__ import annotations
 
@@ -140,7 +140,12 @@ def _others(old: Storage, sibling: Sibling, strategies: Strategies | None) -> tu
 
 
 def _is_of_saves(name: str, folders: set[str]) -> bool:
-    """Return whether a name belongs to another save, or is an empty folder within the checkpoint's folders."""
+    """Return whether a file or empty folder of the old folder comes from a save, judged by its name.
+
+    Args:
+        name: Name of a file; or of an empty folder, with a slash at the end.
+        folders: Names of the folders of the checkpoint's own files.
+    """
     plain = PurePosixPath(name)
     if not name.endswith("/"):
         return is_save_file(name)
@@ -148,7 +153,7 @@ def _is_of_saves(name: str, folders: set[str]) -> bool:
 
 
 def own_files(storage: Storage, strategies: Strategies | None) -> set[str]:
-    """Return the names of a checkpoint's files, some of which may be missing.
+    """Return the names of the files that a checkpoint's formats list as its own; some of them may not exist.
 
     Raises:
         NotACheckpoint: the storage holds no checkpoint.
@@ -174,8 +179,8 @@ def is_live(save_id: str, sibling: Sibling, *, before: float) -> bool:
     Args:
         save_id: Name of the save.
         sibling: Folder of the save.
-        before: Time by the storage's clock; a save whose process can't be seen counts as interrupted if its last change
-            is older.
+        before: Time by the storage's clock. A save whose process can't be seen, such as one on another machine, counts
+            as interrupted if its files were last changed before that time.
     """
     # The process is decisive if it can be seen. By age alone, a save that waits an hour for its commit would count as
     # interrupted, and one that was killed a minute ago as alive.

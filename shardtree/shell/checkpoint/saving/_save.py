@@ -64,14 +64,15 @@ def save(
     6. Commit: rank 0 gathers lengths and hashes, writes the index and the common state, publishes the checkpoint by
        metadata.json, and removes the replaced one. Two collectives.
 
-    It mustn't be called by a signal handler that may interrupt another save.
+    A signal handler that may interrupt another save must not call it.
 
     Args:
         sharded_state_dict: Dicts, lists and tuples of shards, objects, factories and plain values. It isn't changed.
         checkpoint_dir: Path or URL that all ranks see, created if missing, or a `Storage`.
         sharded_strategy: Format of the shards: a backend's name for its latest version, a (backend, version) pair, or a
             function; the native format by default.
-        common_strategy: Format of everything else, in the same forms.
+        common_strategy: Format of the common state, given like `sharded_strategy`. By default, the shards' format, or
+            the native format if that one can't store a common state.
         validate_access_integrity: Whether ranks exchange their layouts, check that every element has exactly one main
             replica, and balance the writes of replicas: since these hold equal values, the rank with the least other
             data writes them. Otherwise each main replica is written by its own rank.
@@ -97,7 +98,7 @@ def save(
         AlreadyACheckpoint: the folder holds a checkpoint, and `overwrite` is False.
         IntegrityError: the ranks' shards don't tile their tensors, common states differ, compared replicas differ, or
             `layout` differs from the ranks' shards or between ranks.
-        UnsupportedValue: a value can't be stored, or a shard is hidden in a value.
+        UnsupportedValue: a value can't be stored, or a shard lies inside a value that tree maps do not enter.
         StorageError: files can't be written, ranks don't see the same folder, or its name is that of a file.
         RemoteError: on every rank, if one of several failed; also an instance of the class above that all failures
             share.
@@ -162,12 +163,14 @@ Message = tuple[LayoutDescription | None, Start | None]
 
 
 def meet(save: Save, parts: Callable[[], TreeParts], undo: ExitStack) -> Save:
-    """Exchange descriptions and rank 0's destination, and return the save with them; one all-gather, or two.
+    """Exchange descriptions of the ranks' shards, and the folder from rank 0; return the save with both.
+
+    This takes one all-gather, or two for many ranks.
 
     Args:
         save: The arguments of `save`.
-        parts: Function that returns this rank's tree, taken apart, or raises the error of taking it apart.
-        undo: Stack that gets callbacks which remove the folder that rank 0 makes.
+        parts: Function that returns this rank's tree, split into parts, or raises the error of step 1.
+        undo: Stack for the callbacks that remove the folder that rank 0 makes, if the save fails.
     """
     world = save.world
     describes = save.validate or save.options.check_replicas or save.layout is not None
@@ -211,7 +214,7 @@ def meet(save: Save, parts: Callable[[], TreeParts], undo: ExitStack) -> Save:
 
 
 def _alike_arguments(save: Save) -> dict[str, object]:
-    """Return the arguments that must be equal on all ranks and differ from the defaults."""
+    """Return the arguments, by name, that ranks compare with each other, without default values."""
     if save.world.size == 1:
         return {}
     flags = {"overwrite": save.overwrite, "async_sharded_save": save.is_async}
@@ -220,7 +223,9 @@ def _alike_arguments(save: Save) -> dict[str, object]:
 
 
 def compare_common(save: Save, tree: Any) -> Save:
-    """Return the save with the common state to store; two all-gathers if ranks' states differ, else none.
+    """Compare the ranks' common states, and return the save with the state to store: their union if they are united.
+
+    This takes two all-gathers if the hashes of the states differ, otherwise none.
 
     Args:
         save: The save.
@@ -262,7 +267,8 @@ def plan(save: Save, writing: World) -> AsyncRequest[Any]:
 
     Args:
         save: The save, whose ranks have met.
-        writing: The ranks' world for the write and the commit.
+        writing: World for the write and the commit: the same ranks, with a process group of its own if the save is
+            asynchronous.
     """
     return agree(save.world, "save: plan", partial(_plan, save, writing), steps=_PLAN_STEPS)
 
