@@ -1,6 +1,6 @@
-"""Bytes: local files, memory, file systems behind URLs, block hashes, and the reads and writes of tensors' memory.
+"""Storages: local disks, memory and object stores; what a storage must offer; reports of loads and saves.
 
-This module isn't stable yet: its names may still change, except those that the root has, too.
+This module isn't stable yet: its names may still change, except those that `shardtree` itself also exports.
 """
 
 from __future__ import annotations

@@ -251,7 +251,7 @@ class Form:
             stored by the rank that has the block's first element, and loaded by every rank that needs it.
 
         Raises:
-            ShapeError: a tensor is cut differently from the weight, or an edge cuts through a stored element that packs several.
+            ShapeError: a tensor is cut differently from the weight, or an edge cuts through a stored element.
 
         Examples:
             >>> from shardtree.quantised import FORMS

@@ -18,10 +18,10 @@ _RANGE_BYTES = 16 * 1024 * 1024
 
 
 def fsspec_storage(url: str) -> Storage:
-    """Return the storage behind a URL.
+    """Return the storage of the folder at a URL, through fsspec.
 
-    Files are uploaded and durable once they are closed. `replace` is a single upload, which is atomic on object stores.
-    On ftp and the like, a crash during it can leave half of metadata.json, which then can't be loaded.
+    A file is uploaded and durable once it is closed. `replace` is a single upload, which is atomic on object stores. On
+    ftp and the like, a crash during `replace` can leave half of metadata.json, and the checkpoint can't be loaded.
 
     Args:
         url: URL ``protocol://path``, as fsspec reads it; ``file://`` is the local file system.
@@ -65,7 +65,7 @@ class FsspecStorage:
 
     Args:
         files: The file system.
-        root: Path of the folder in it.
+        root: Path of the folder in the file system.
         url: URL of the folder, for people and error messages.
     """
 
@@ -84,11 +84,11 @@ class FsspecStorage:
         return FsspecStorage(self.files, f"{self.root}/{name}", f"{self.url}/{name}")
 
     def where(self, name: str = "") -> str:
-        """Return the URL of a name."""
+        """Return the URL of a file or subfolder."""
         return "/".join(filter(None, (self.url, inside(name, self.url))))
 
     def write(self, name: str, buffers: Iterable[AnyBuffer], *, durable: bool) -> int:
-        """Write a new file from buffers, in order, and return its length; it is durable afterwards."""
+        """Write a new file from buffers, in order, and return its length; the file is durable when this returns."""
         length = 0
         with self._storage_errors("write", name):
             file = self.files.open(self._path(name), "wb")
@@ -161,9 +161,9 @@ class FsspecStorage:
         return tuple(name for name in self._everything(folder) if name != MARKER)
 
     def make_folder(self, name: str = "", *, durable: bool = True) -> None:
-        """Make a folder by an empty object in it, which every rank sees, since object stores have no folders.
+        """Make a folder by writing an empty object (`MARKER`) into it, since object stores have no folders.
 
-        The storage's own folder exists as soon as a file is in it.
+        The storage's own folder gets no marker: it exists as soon as a file is in it.
         """
         if not inside(name, self.url):
             return
@@ -218,7 +218,7 @@ class FsspecStorage:
                 return None
 
     def _everything(self, folder: str) -> tuple[str, ...]:
-        """Return the names of all direct entries of a folder, including the marker."""
+        """Return the names of all direct entries of a folder, including the object that marks it as a folder."""
         path = self._path(folder)
         with self._storage_errors("list", folder):
             self.files.invalidate_cache()

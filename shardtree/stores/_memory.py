@@ -18,11 +18,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class MemoryStorage:
-    """A folder in memory, shared by all threads with the same object. Its clock counts changes.
+    """A folder in memory, shared by all threads that use the same object.
+
+    Times of changes are ticks: numbers of a counter, not seconds.
 
     Attributes:
         lock: Lock that is held during changes.
-        beside: Siblings that saves have made beside this folder, by the saves' names.
+        beside: Sibling folders that saves have made, by the saves' names.
 
     Examples:
         >>> storage = MemoryStorage()
@@ -51,7 +53,7 @@ class MemoryStorage:
         return Capabilities.of(self, "move", "write_parts", *folders, "sibling", "siblings", "locked", latency=0.0)
 
     def where(self, name: str = "") -> str:
-        """Return a name with the prefix ``memory:``."""
+        """Return the name of a file or folder for messages: its path with the prefix ``memory:``."""
         return f"memory:{_plain(name)}"
 
     def write(self, name: str, buffers: Iterable[AnyBuffer], *, durable: bool) -> int:
@@ -127,13 +129,13 @@ class MemoryStorage:
                 self._folders.pop(_plain(name), None)
 
     def changed(self, name: str) -> float | None:
-        """Return the tick of the last change to a file or folder."""
+        """Return the tick of a file's last change, or of a folder's creation; None if there is none of that name."""
         with self.lock:
             entry = self._files.get(_plain(name))
             return self._folders.get(_plain(name)) if entry is None else entry[1]
 
     def sibling(self, name: str) -> Sibling:
-        """Return the sibling folder for the save of that name."""
+        """Return the sibling folder that the save of that name makes, or has made."""
         # All ranks share the object, but only rank 0 makes the folder; if it never does, the object is freed with the
         # save.
         with self.lock:
@@ -145,7 +147,10 @@ class MemoryStorage:
 
     @contextmanager
     def locked(self, folder: str = "") -> Iterator[None]:
-        """Hold the lock that all folders share; one thread holds it at a time, and changes of files don't need it."""
+        """Hold a lock that only one thread can hold at a time.
+
+        All folders share it. It does not prevent changes of files by other threads.
+        """
         with self._turn:
             yield
 
@@ -156,7 +161,7 @@ class MemoryStorage:
             self._folders.clear()
 
     def empty(self) -> MemoryStorage:
-        """Return an empty folder with the same clock and lock."""
+        """Return a new empty folder that shares the counter of changes and the lock with this one."""
         return MemoryStorage(_ticks=self._ticks, lock=self.lock)
 
     def all_names(self) -> tuple[str, ...]:
@@ -165,7 +170,7 @@ class MemoryStorage:
             return tuple(sorted(self._files))
 
     def share(self, name: str, other: MemoryStorage) -> bool:
-        """Share another folder's file under the same name; return False if another file has that name here."""
+        """Add another folder's file under the same name, without a copy; return False if another file has that name."""
         with self.lock:
             entry = other._files.get(_plain(name))
             return entry is None or self._files.setdefault(_plain(name), entry)[0] is entry[0]
@@ -208,7 +213,7 @@ def _plain(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class BytesReader:
-    """An open file whose bytes are all in memory: a `Reader` for storages that read files as wholes.
+    """An open file whose bytes are all in memory: a `Reader` for storages that can only read whole files.
 
     Attributes:
         data: Content of the file.
@@ -252,12 +257,12 @@ class BytesReader:
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class MemorySibling:
-    """A folder in memory that replaces another one.
+    """A folder in memory that a save fills, and that is then exchanged with the folder of the checkpoint.
 
     Attributes:
-        target: Folder to replace.
+        target: Folder of the checkpoint, which is replaced.
         name: Name of the save.
-        storage: Replacing folder.
+        storage: Sibling folder: new files before the exchange, old files after it.
 
     Examples:
         >>> from shardtree.storage import MemoryStorage
@@ -278,17 +283,17 @@ class MemorySibling:
     _exchanged: bool = False
 
     def __post_init__(self) -> None:
-        """Make the replacing folder, with the clock of the folder to replace."""
+        """Make the sibling folder, with the target's lock and counter of changes."""
         self.storage = self.target.empty()
 
     def make(self, note: bytes, *, durable: bool) -> None:
-        """Make the folder with a note of its owner."""
+        """Register the folder with its target, and store a note that identifies the process of the save."""
         with self.target.lock:
             self.target.beside[self.name] = self
             self._note = note
 
     def note(self) -> bytes | None:
-        """Return the owner's note, or None if there is none."""
+        """Return the note that `make` stored, or None if there is none."""
         return self._note
 
     def is_exchanged(self) -> bool | None:
@@ -296,31 +301,31 @@ class MemorySibling:
         return self._exchanged if self.name in self.target.beside else None
 
     def changed(self) -> float | None:
-        """Return the tick of the last change in the sibling."""
+        """Return the tick of the last change of a file in the sibling folder; None if it is empty."""
         names = self.storage.all_names()
         return max((self.storage.changed(name) or 0.0 for name in names), default=None)
 
     def old_names(self) -> tuple[str, ...]:
-        """Return the names of all files of the folder that is replaced."""
+        """Return the names of all old files, which the target has before the exchange and the sibling after it."""
         return (self.storage if self._exchanged else self.target).all_names()
 
     def check_shareable(self, names: Sequence[str]) -> None:
-        """Return without a check, since files in memory can always be shared."""
+        """Do nothing, since files in memory can always be shared."""
 
     def share(self, names: Sequence[str], *, durable: bool) -> tuple[str, ...]:
-        """Share old files with the new folder, and return the names that other files there already have."""
+        """Add old files to the new folder, without a copy; return the names that other files there already have."""
         pair = (self.target, self.storage)
         new, old = pair if self._exchanged else pair[::-1]
         return tuple(name for name in names if not new.share(name, old))
 
     def exchange(self, *, durable: bool) -> None:
-        """Exchange the files of the two folders."""
+        """Exchange the files of the target and the sibling folder."""
         with self.target.lock:
             self.target.swap(self.storage)
             self._exchanged = not self._exchanged
 
     def remove(self) -> None:
-        """Remove the folder and its content."""
+        """Remove the sibling folder and its content."""
         with self.target.lock:
             self.target.beside.pop(self.name, None)
             self.storage.clear()

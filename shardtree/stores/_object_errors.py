@@ -1,4 +1,4 @@
-"""Errors of requests to a store: the store's message without keys, tokens and signatures, and a fix."""
+"""Errors of requests to an object store: the store's message without keys, tokens and signatures, and a fix."""
 
 from __future__ import annotations
 
@@ -71,13 +71,19 @@ _ANSWER = re.compile(r"(<\?xml[^>]{0,200}\?>\s*)?<Error\b.*?(</Error>|\Z)", re.D
 
 
 def _in_words(answer: re.Match[str]) -> str:
-    """Return the code and the message in a store's XML, whose other elements only identify the request."""
+    """Return the error code and the message from a store's XML answer; its other elements only identify the request."""
     parts = (re.search(f"<{name}>([^<]*)</{name}>", answer[0]) for name in ("Code", "Message"))
     return ": ".join(part[1].strip() for part in parts if part is not None) or "an answer in XML"
 
 
 def request_failure(what: str, error: Exception, secrets: Mapping[str, Any]) -> StorageError:
-    """Return the error for a failed request, with the store's message without secrets."""
+    """Return a StorageError for a failed request, with the store's message and, for known causes, a fix.
+
+    Args:
+        what: Heading of the error.
+        error: Exception of the request.
+        secrets: Settings of the store; values of secret settings are left out of the message.
+    """
     # The original isn't the cause: its text contains the request, and stores repeat signatures in their answers.
     answer = _ANSWER.sub(_in_words, str(error).partition("\n\nDebug source")[0])
     reason = f"{type(error).__name__}: {without_secrets(answer, secrets)}"
@@ -97,7 +103,7 @@ _first_process: list[int] = []  # the first process that made a request, among t
 
 
 def check_process(url: str) -> None:
-    """Raise if this process was forked from a process that had used an object store."""
+    """Raise if this process was forked from a process that had used an object store: its requests would hang."""
     # A forked child lacks the threads that obstore waits for, so its requests would hang.
     if not _first_process:
         _first_process.append(os.getpid())

@@ -43,7 +43,7 @@ class ObjectStorage:
         root: Path of the folder in the store.
         store: Store of obstore, which retries failed requests.
         once: The same store without retries, for the request that commits.
-        secrets: Settings whose values must not be shown.
+        secrets: Settings of the store; messages leave out the values of secret ones.
         request_scale: Factor by which requests for long files are longer than usual.
     """
 
@@ -62,7 +62,7 @@ class ObjectStorage:
         return Capabilities.of(self, *names, "read_range", late_requests=True, **facts)
 
     def where(self, name: str = "") -> str:
-        """Return the URL of a name."""
+        """Return the URL of a file or subfolder."""
         return "/".join(filter(None, (self.url, inside(name, self.url))))
 
     def folder(self, name: str) -> ObjectStorage:
@@ -90,7 +90,7 @@ class ObjectStorage:
         return data
 
     def _with_tag(self, name: str, most: int | None = None) -> tuple[bytes | None, Tag | None]:
-        """Return a file's bytes and its tag; None for both if there is no such file."""
+        """Return a file's bytes, and the store's identifiers of this content; None for both if the file is missing."""
 
         def whole_file() -> tuple[bytes | None, Tag | None]:
             start = time.monotonic()
@@ -163,7 +163,7 @@ class ObjectStorage:
         return None if (meta := self._head(name)) is None else int(meta["size"])
 
     def changed(self, name: str) -> float | None:
-        """Return the time at which a file, or the newest file of a folder, was put, in seconds by the store's clock."""
+        """Return the time when a file, or the newest file of a folder, was written, in seconds by the store's clock."""
         meta = self._head(name)
         if meta is not None:
             return _seconds(meta)
@@ -245,7 +245,7 @@ class ObjectStorage:
         self._put(name, data, "overwrite")
 
     def replace_if(self, name: str, before: bytes | None, data: bytes) -> bool:
-        """Replace a file's content if it is unchanged; see `Capabilities`."""
+        """Replace a file's content if it is still `before`; return whether that is confirmed (see `Capabilities`)."""
         if before is None:
             return self._commits(name, data, "create")
         # If this process has read these bytes, the tag that came with them reliably detects changes since then.
@@ -266,7 +266,7 @@ class ObjectStorage:
         return True
 
     def mark(self, name: str, data: bytes) -> bool:
-        """Create a small file, and return whether the store honours conditions; see `Capabilities`."""
+        """Create a small file, and return whether the store honours conditional requests; see `Capabilities`."""
         store = self._place
         try:
             self._put(name, data, "create")
@@ -320,7 +320,7 @@ class ObjectStorage:
                     return
 
     def abort_uploads(self, folder: str, is_left: Callable[[str, float], bool]) -> None:
-        """Abort uploads that interrupted saves have left open in a folder."""
+        """Abort the open uploads in a folder that `is_left` selects, which interrupted saves have left."""
         abort_uploads(self.url, self._path(folder), self.secrets, is_left)
 
     # Errors.
@@ -332,7 +332,7 @@ class ObjectStorage:
         return StorageError(error_text(f"cannot {doing} {self.where(name)!r}", found="no such file"))
 
     def _again(self, doing: str, name: str, request: Callable[[], T]) -> T:
-        """Return a request's answer; the request is repeated if the answer was truncated."""
+        """Send a request, and again if the answer is truncated; return the answer, or raise after a few tries."""
         for attempt in range(1, _READ_TRIES + 1):
             try:
                 with self._storage_errors(doing, name):
@@ -375,9 +375,9 @@ _latencies: dict[str, float] = {}
 
 
 def _seconds(meta: Any) -> float:
-    """Return the time at which an object was put, in whole seconds as in HTTP headers; listings may have fractions."""
+    """Return the time when an object was written, in whole seconds, since HTTP headers have no fractions."""
     return float(int(meta["last_modified"].timestamp()))
 
 
 class _TooShort(Exception):
-    """A truncated answer; the arguments are the found and the expected number of bytes."""
+    """Error of a truncated answer; the arguments are the found and the expected number of bytes."""

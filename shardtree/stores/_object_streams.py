@@ -12,10 +12,10 @@ from ._object_errors import without_secrets
 
 
 def parts_of(buffers: Iterable[Buffer], size: int) -> Iterator[Buffer]:
-    """Yield the buffers' bytes in parts of one size; the last part may be shorter.
+    """Yield the bytes of buffers in parts of one size; the last part may be shorter.
 
-    The iterator of buffers may reuse a buffer's memory for the next one, so parts are copies. A part's memory is reused
-    once nobody holds the part.
+    Parts are copies, since `buffers` may reuse the memory of a buffer for the next one. The memory of a part is reused
+    as soon as nothing refers to the part.
 
     Examples:
         >>> [bytes(part) for part in parts_of([memoryview(b"abc"), memoryview(b"defg")], 3)]
@@ -39,7 +39,7 @@ def parts_of(buffers: Iterable[Buffer], size: int) -> Iterator[Buffer]:
 
 
 def _free_memory(pool: list[bytearray], size: int) -> bytearray:
-    """Return memory of the pool without views, or new memory if there is none."""
+    """Return memory from the pool that no view refers to, or add new memory to the pool and return it."""
     for memory in pool:
         try:
             memory.append(memory.pop())  # Python refuses to resize a bytearray that has views
@@ -51,7 +51,7 @@ def _free_memory(pool: list[bytearray], size: int) -> bytearray:
 
 
 def noting(parts: Iterable[Buffer], lengths: list[int], errors: list[BaseException]) -> Iterator[Buffer]:
-    """Yield parts unchanged, and record their lengths and an error that their iterator raises."""
+    """Yield parts unchanged; append their lengths to `lengths`, and an error of their iterator to `errors`."""
     try:
         for part in parts:
             lengths.append(part.nbytes)

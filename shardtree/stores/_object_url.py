@@ -27,7 +27,7 @@ def object_storage(
     retry_config: Mapping[str, Any] | None = None,
     credential_provider: Any = None,
 ) -> Storage:
-    """Return the storage behind a URL of an object store or web server.
+    """Return the storage of the folder at a URL of an object store or web server, through obstore.
 
     Settings that aren't passed come from the environment, by the stores' usual names: ``AWS_ENDPOINT_URL``,
     ``AWS_ACCESS_KEY_ID``, ``AWS_REGION``, ``GOOGLE_SERVICE_ACCOUNT``, ``AZURE_STORAGE_ACCOUNT_NAME`` and so on. For
@@ -76,7 +76,10 @@ _MOST_CACHED = 64
 
 
 def _shared_stores(base: str, settings: Mapping[str, Mapping[str, Any] | None], credential_provider: Any) -> Stores:
-    """Return the stores of a bucket, memoised by their settings, since they keep connections open."""
+    """Return a bucket's store, and another one without retries.
+
+    They are memoised by their settings, since stores keep connections open; but not with a credential provider.
+    """
     # A forked child lacks the threads that obstore's connections need, so it makes its own stores.
     variables = sorted((name, value) for name, value in environ.items() if name.startswith(_PREFIXES))
     key = (os.getpid(), base, repr(settings), tuple(variables))
@@ -124,7 +127,7 @@ def _names_plain_http(config: Mapping[str, Any]) -> bool:
 
 
 def _profile_credentials() -> Any:
-    """Return a provider of boto3's profile credentials, or None if there are none or the environment has others."""
+    """Return a provider of credentials from boto3's profiles; None if there are none, or the environment has some."""
     if {"AWS_ACCESS_KEY_ID", "AWS_SKIP_SIGNATURE", "AWS_WEB_IDENTITY_TOKEN_FILE"} & environ.keys():
         return None
     try:
@@ -137,5 +140,8 @@ def _profile_credentials() -> Any:
 
 
 def in_larger_requests(storage: Storage) -> Storage:
-    """Return a storage that uses half as many requests for long files, for callers with memory for larger requests."""
+    """Return a storage with requests twice as long for long files, for callers that have the memory.
+
+    Only object stores have such a setting; other storages are returned unchanged.
+    """
     return replace(storage, request_scale=2) if isinstance(storage, ObjectStorage) else storage

@@ -13,7 +13,7 @@ from ._object_url import SCHEMES, object_storage
 
 
 def storage_behind(url: str) -> Storage:
-    """Return the storage behind a URL.
+    """Return the storage of the folder at a URL, opened by obstore or fsspec.
 
     Args:
         url: URL ``scheme://path``; its scheme decides which library opens it.

@@ -1,6 +1,6 @@
-"""Strategies: the dispatch table, the signatures of its rows, options, and what formats are written with.
+"""Strategies: the dispatch table, the options and arguments of its functions, and helpers for writing a format.
 
-This room isn't settled: its names may still change, those of the root alone stay.
+This package isn't stable yet: its names may still change, except those that `shardtree` itself also exports.
 """
 
 import typing

@@ -1,8 +1,8 @@
 """The dispatch table: strategies are plain functions, keyed by (action, backend, version).
 
-Megatron-Core's strategy classes have attributes and compatibility checks for what a backend can do; here it can do what
-it has a row for. A table is a value: pass ``strategies=default_strategies | {row: function}`` to one call, or register
-a row for the whole process.
+Megatron-Core's strategy classes declare abilities by attributes and compatibility checks; here, a backend supports
+exactly the actions that it has a row for. A table is a value: pass ``strategies=default_strategies | {row: function}``
+to one call, or register a row for the whole process.
 """
 
 from __future__ import annotations

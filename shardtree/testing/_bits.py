@@ -123,7 +123,7 @@ def outline(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CallableOutline:
-    """A function in an outline; equal to any function with the same code and captured values.
+    """A function as part of an outline; two are equal if the functions have the same code and captured values.
 
     Attributes:
         function: Any callable.
@@ -142,7 +142,7 @@ class CallableOutline:
 
 
 def shards_of(tree: Any) -> dict[TreePath, ShardedTensor]:
-    """Return the shards of a tree, by path."""
+    """Return the tensor shards of a tree, by path."""
     return {path: leaf for path, leaf in leaves_with_paths(tree) if isinstance(leaf, ShardedTensor)}
 
 

@@ -1,4 +1,4 @@
-"""`check_resume`: whether a training job that is saved and resumed, in any layout, is the same job."""
+"""`check_resume`: a check that a training job goes on unchanged after it is saved and resumed, in any layout."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _NUDGES = (1, 2)
 
 
 class Run(Protocol):
-    """A function that runs another function on a number of ranks, such as `simulate` and `run_processes`."""
+    """Type of functions that run another function on a number of ranks, such as `simulate` and `run_processes`."""
 
     def __call__(self, size: int, fn: Callable[[World], Any], /) -> list[Any]: ...
 
@@ -53,7 +53,12 @@ class _Job:
 
 @dataclass(frozen=True, slots=True)
 class _Trained:
-    """A run that saves: its states and samples, by the number of steps since the save."""
+    """A run that trains and saves.
+
+    Attributes:
+        states: State after each step, by the number of steps since the save (0: the saved state).
+        samples: Samples that each step used, by the step's number (0: the first step after the save).
+    """
 
     states: Mapping[int, Any]
     samples: Mapping[int, Any]
@@ -61,7 +66,14 @@ class _Trained:
 
 @dataclass(frozen=True, slots=True)
 class _Resumed:
-    """A resumed run: its states before the load, after the load and one step later, and the samples of that step."""
+    """A run that is resumed from a save, and takes one step.
+
+    Attributes:
+        fresh: State before the load.
+        found: State after the load.
+        after: State after the step.
+        samples: Samples that the step used.
+    """
 
     fresh: Any
     found: Any
@@ -81,11 +93,11 @@ def check_resume(
     folder: str | PathLike[str] | None = None,
     run: Run = simulate,
 ) -> None:
-    """Raise unless a job saved in any of the layouts and resumed in any other goes on as the same job.
+    """Raise unless a job that is saved in any of the layouts and resumed in any of them goes on unchanged.
 
     First, the restored state, gathered by key, must equal the saved one bit for bit. Then both jobs take one more step:
     each parameter must get the same update, up to the rounding of sums in another order. Losses and whole runs aren't
-    compared, since faults hide in them.
+    compared, since they can look right despite a fault.
 
     Args:
         make: Function that builds the job before its first step, called as ``make(world)`` if the layout is a number of
@@ -95,16 +107,16 @@ def check_resume(
             choice. Other members, such as the world, aren't compared.
         step: Function that takes a step, called as ``step(job, number)`` with the step's number from 0. It may return
             ids of the samples that the rank has used, so that skipped and repeated data are found.
-        save: Function that saves, called as ``save(job, place)``. An asynchronous save must be finished when it
-            returns.
+        save: Function that saves, called as ``save(job, place)``; `place` is the folder of this save. An asynchronous
+            save must be finished when it returns.
         load: Function that restores, called as ``load(job, place)`` with a newly built job. It fills the job in place,
             or returns another one.
         layouts: Numbers of ranks, or meshes, tried in all pairs of a save and a load.
         steps: Number of steps before the save.
         shards: Function that takes the job and returns, by parameter name, a `ShardedTensor` for each plain tensor that
-            is only this rank's part of a parameter. Optimizer states of the same shape are cut like it. DTensors need
-            no description.
-        folder: Parent folder of the saves' folders; by default each place is a `MemoryStorage`, for `st.save` on
+            is only this rank's part of a parameter. Optimizer states of the same shape are taken to be sharded in the
+            same way. DTensors need no description.
+        folder: Parent folder of the saves' folders; by default each `place` is a `MemoryStorage`, for `st.save` on
             simulated ranks.
         run: Function that runs ``fn(world)`` on a number of ranks and returns their results: `simulate`, or
             `shardtree.live.run_processes`, which needs functions at the top level of a module. Simulated ranks share
@@ -153,7 +165,7 @@ def resume_problems(
     folder: str | PathLike[str] | None = None,
     run: Run = simulate,
 ) -> tuple[ResumeProblem, ...]:
-    """Return the problems that `check_resume` finds, as data; empty if a job resumes.
+    """Return the problems that `check_resume` finds, as data; empty if a job goes on unchanged.
 
     Args:
         make: Function that builds the job; this and all other arguments are those of `check_resume`.
@@ -199,7 +211,10 @@ def resume_problems(
 
 
 def _saved_run(job: _Job, layout: Layout, place: Any, run: Run) -> tuple[_Trained, list[tuple[JobState, JobState]]]:
-    """Train and save; return the run, and (before, after) states of single steps that begin at changed weights."""
+    """Run a job that trains and saves; return its states and samples, and (before, after) states of nudged steps.
+
+    A nudged step begins with the saved state, in which the last bits of the weights were changed.
+    """
     results = run(_ranks(layout), partial(_train, job, layout, place))
     ranks, nudges = zip(*results, strict=True)
     states = {offset: gathered([rank.states[offset] for rank in ranks]) for offset in ranks[0].states}
@@ -208,7 +223,7 @@ def _saved_run(job: _Job, layout: Layout, place: Any, run: Run) -> tuple[_Traine
 
 
 def _resumed_runs(job: _Job, layout: Layout, places: Sequence[Any], run: Run) -> list[_Resumed]:
-    """Return the runs that are resumed in a layout, one for each place of a save."""
+    """Resume the job in a layout from each of the saves, and return the runs in the order of `places`."""
     ranks = run(_ranks(layout), partial(_resume, job, layout, places))
     return [_gathered_run(results) for results in zip(*ranks, strict=True)]
 
@@ -237,7 +252,7 @@ _Nudged: TypeAlias = list[tuple[Reading, Reading, Reading]]
 
 
 def _train(job: _Job, layout: Layout, place: Any, world: World) -> tuple[_Trained, _Nudged]:
-    """Train, save, and train on to record later steps too; then train again, and change the weights' last bits."""
+    """Train, save and train on, on one rank; then train again for each nudged step (see `_saved_run`)."""
     instance = job.build(layout, world)
     states, samples = {}, {}
     for number in range(job.steps + _AFTER):
@@ -249,7 +264,11 @@ def _train(job: _Job, layout: Layout, place: Any, world: World) -> tuple[_Traine
 
 
 def _nudge(job: _Job, layout: Layout, seed: int, world: World) -> tuple[Reading, Reading, Reading]:
-    """Return the saved state, this state with the last bits changed, and the changed state one step later."""
+    """Train again up to the save, change the last bits of the weights, and take a step.
+
+    Returns:
+        The states before the change, after it, and after the step.
+    """
     instance = job.build(layout, world)
     for number in range(job.steps):
         job.step(instance, number)
@@ -281,7 +300,7 @@ def _gathered_run(ranks: Sequence[_Resumed]) -> _Resumed:
 
 
 def _nudged_states(ranks: Sequence[_Nudged], layout: Layout, saved: JobState) -> list[tuple[JobState, JobState]]:
-    """Return the gathered states before and after each nudged step; raise if training twice gives different states."""
+    """Return the gathered (before, after) states of nudged steps; raise if training again gave another saved state."""
     pairs = []
     for readings in zip(*ranks, strict=True):
         again, before, after = map(gathered, zip(*readings, strict=True))

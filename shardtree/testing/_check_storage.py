@@ -1,4 +1,4 @@
-"""The promises of every storage: it behaves like memory, and a save that dies leaves a whole checkpoint or none."""
+"""`check_storage`: a storage behaves like memory, and a save that dies leaves a whole checkpoint or none."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ from ..stores import MemoryStorage
 from .conformance import check_strategy
 
 Seen = Callable[[], Storage]
-"""Function that returns another object for the same place."""
+"""Function that opens the folder of the tested storage again, and returns the new storage."""
 
 
 def check_storage(
     new_storage: Callable[[], Storage], reopen: Callable[[Storage], Storage] = lambda storage: storage
 ) -> None:
-    """Raise unless storages keep every promise of `Storage`, and of the `Capabilities` that they have.
+    """Raise unless a storage keeps all promises of `Storage` and of its own `Capabilities`.
 
     Args:
         new_storage: Function that returns a new empty storage at each call.
-        reopen: Function that opens a storage's place again, as another process would, and returns the new object.
-            Without it, changes that are only in the storage's own cache seem to be stored.
+        reopen: Function that opens the folder of a storage again, as another process would, and returns the new
+            storage. Without it, changes that are only in the storage's cache seem to be stored.
 
     Raises:
         AssertionError: The storage breaks a promise; the error names all broken promises and their faults.
@@ -155,7 +155,7 @@ def _does_as_memory(storage: Storage, seen: Seen) -> None:
 
 
 def _look(storage: Storage) -> dict[str, object]:
-    """Return a storage's answers to all calls that read it, by the call."""
+    """Return the results of all calls that read a storage, by the text of the call."""
     answers: dict[str, object] = {}
     for name in _FOLDERS:
         answers[f"names({name!r})"] = storage.names(name)
@@ -169,7 +169,7 @@ def _look(storage: Storage) -> dict[str, object]:
 
 
 def _answer(call: Callable[[], Any]) -> Any:
-    """Return the result of a call, shortened, or the error that it raises."""
+    """Return the result of a call, with bytes summarised in a text; or a text if it raises a StorageError."""
     try:
         result = call()
     except StorageError:

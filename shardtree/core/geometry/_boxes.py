@@ -296,7 +296,7 @@ def group_sums(group: Column | tuple[Column, ...], values: Column, groups: int |
 
 
 def span_numbers(first: Column, count: Column) -> tuple[Column, Column]:
-    """Return the integers in all spans, one span after the other, and the index of each integer's span.
+    """Return two columns about the integers in all spans: the index of each integer's span, and the integers.
 
     Args:
         first: First integer of each span, int64 (spans,).

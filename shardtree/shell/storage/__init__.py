@@ -1,4 +1,4 @@
-"""Bytes: local files, memory, a URL's storage by name, block hashes, and the reads and writes of tensors' memory."""
+"""Storages of local folders and the protocol for others, block hashes, and reads and writes of tensors' memory."""
 
 import typing
 

@@ -23,7 +23,7 @@ def digest(data: bytes | Buffer | Iterable[bytes | Buffer]) -> str:
     """Return the XXH3-64 hash of bytes as 16 hexadecimal digits.
 
     Args:
-        data: Bytes, or buffers that are hashed as one string; each buffer is used before the next one is taken.
+        data: Bytes, or buffers that are hashed as one string. An iterator may reuse a buffer's memory for the next one.
 
     Examples:
         >>> digest(b"")
@@ -40,7 +40,7 @@ def digest(data: bytes | Buffer | Iterable[bytes | Buffer]) -> str:
 
 
 def block_count(length: int) -> int:
-    """Return the number of blocks of a file of that length in bytes.
+    """Return the number of blocks in a file of `length` bytes.
 
     Examples:
         >>> block_count(0), block_count(1), block_count(BLOCK_BYTES + 1)
@@ -50,7 +50,7 @@ def block_count(length: int) -> int:
 
 
 def touched_units(begin: Column, end: Column, length: int, unit: int) -> Flags:
-    """Return flags of the units of a file that contain a byte of any span.
+    """Return a flag for each unit of a file: whether any span has a byte in it.
 
     Args:
         begin: First byte of each span, int64 (spans,).
@@ -59,7 +59,7 @@ def touched_units(begin: Column, end: Column, length: int, unit: int) -> Flags:
         unit: Size of a unit, in bytes; units tile the file.
 
     Returns:
-        bool (units,).
+        Flags, bool (units,).
 
     Examples:
         >>> touched_units(np.array([5, 9]), np.array([15, 9]), length=32, unit=10)
@@ -86,7 +86,7 @@ def missing(begin: Column, end: Column, length: int) -> Column:
         length: Length of the file, in bytes.
 
     Returns:
-        int64 (blocks,).
+        Numbers of missing bytes, int64 (blocks,).
 
     Examples:
         >>> missing(np.array([10, 15]), np.array([20, 30]), length=BLOCK_BYTES + 5).tolist()
@@ -103,7 +103,10 @@ def covered_bytes(begin: Column, end: Column, edges: Column) -> Column:
     Args:
         begin: First byte of each span, ascending, int64 (spans,); spans may overlap.
         end: One past the last byte of each span, int64 (spans,).
-        edges: The offsets, int64 (edges,).
+        edges: Offsets in the file, int64 (edges,).
+
+    Returns:
+        Numbers of bytes, int64 (edges,).
 
     Examples:
         >>> covered_bytes(np.array([10, 15]), np.array([20, 30]), np.array([10, 16, 99])).tolist()
@@ -134,13 +137,15 @@ NEARLY_WHOLE_BYTES = 64 * 1024
 
 
 def run_blocks(begin: int, end: int, length: int, verify: Verify) -> range:
-    """Return the blocks that `requests_of` would check for a read of a single run of a file with hashes.
+    """Return the blocks that are checked if a load reads a single contiguous run of a file with block hashes.
+
+    `requests_of` would check the same blocks.
 
     Args:
         begin: First byte of the run.
         end: One past the last byte of the run.
         length: Length of the file, in bytes.
-        verify: The blocks that are checked.
+        verify: Choice of the blocks to check: "whole", "all" or None, as `Verify` explains.
 
     Examples:
         >>> run_blocks(100, 3 * BLOCK_BYTES - 100_000, 9 * 2**20, "whole"), run_blocks(100, 200, 9 * 2**20, "all")
@@ -162,23 +167,23 @@ def run_blocks(begin: int, end: int, length: int, verify: Verify) -> range:
 
 
 def block_spans(blocks: Flags, length: int) -> tuple[Column, Column]:
-    """Return first byte and end of each run of flagged blocks of a file, int64 (runs,) each."""
+    """Return the byte ranges of consecutive flagged blocks: first byte, and one past the last, int64 (ranges,) each."""
     edges = np.diff(np.concatenate(([False], blocks, [False])).astype(np.int8))
     begin, end = (np.flatnonzero(edges == sign) * BLOCK_BYTES for sign in (1, -1))
     return begin, np.minimum(end, length)
 
 
 def checks_all(length: int, verify: Verify) -> bool:
-    """Return whether every touched block of a file of that length is checked."""
+    """Return whether a check covers every touched block of a file of `length` bytes, not only nearly whole ones."""
     return verify == "all" or length <= _SMALL_FILE_BYTES
 
 
 class BlockHasher:
-    """Hasher of a file's blocks, or of the blocks in some byte ranges, while the bytes are read or written.
+    """Incremental hasher of a file's blocks; `update` takes the bytes while they are read or written.
 
-    `hashes` maps the number of each block that was seen whole to its hash. A block that a range
-    covers only in part has no hash, unless the next range continues there. A block that was seen twice with different
-    bytes has the hash -1, which no block has.
+    The bytes come in the file's order, or as byte ranges at any offsets. `hashes` maps the number of each block that
+    was seen whole to its hash. A block that a range covers only in part has no hash, unless the next range continues
+    there. A block that was seen twice with different bytes gets the hash -1, which no block has.
     """
 
     __slots__ = ("_at", "_file_length", "_open", "hashes")
@@ -190,7 +195,7 @@ class BlockHasher:
         self._open: xxhash.xxh3_64 | None = xxhash.xxh3_64()
 
     def update(self, buffer: Buffer, byte: int | None = None) -> None:
-        """Hash the file's next bytes, or bytes at the offset `byte`."""
+        """Hash a buffer: the file's next bytes, or its bytes at the offset `byte`."""
         if byte is not None and byte != self._at:
             self._at = byte
             self._open = xxhash.xxh3_64() if byte % BLOCK_BYTES == 0 else None
@@ -206,7 +211,7 @@ class BlockHasher:
             self.finish()
 
     def finish(self) -> None:
-        """Close the file's last block, which may be short."""
+        """Complete the hash of the file's last block, which may be shorter than the others."""
         if self._at % BLOCK_BYTES and self._open is not None:
             self._note(self._at // BLOCK_BYTES, self._open.intdigest())
             self._open = None
@@ -221,7 +226,7 @@ class BlockHasher:
         return size
 
     def _take_part(self, part: Buffer) -> int:
-        """Add a part of one block to the open hash, and return its length in bytes."""
+        """Add a part of one block to that block's incomplete hash, and return the part's length in bytes."""
         number = self._at // BLOCK_BYTES
         self._at += part.nbytes
         if self._open is not None:

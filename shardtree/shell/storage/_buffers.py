@@ -1,4 +1,4 @@
-"""Memory for tensors in the host, tensors' row-major bytes as buffers, and copies to and from devices."""
+"""Host memory for tensors, tensors' row-major bytes as buffers, and copies to and from devices."""
 
 from __future__ import annotations
 
@@ -65,12 +65,12 @@ class _Block(NamedTuple):
 
 
 def pageable(nbytes: int) -> torch.Tensor:
-    """Return new pageable memory, the kind "cpu"."""
+    """Return new pageable memory, which is the kind "cpu" in `HostMemory`, as a uint8 tensor."""
     return empty_tensor(nbytes, dtype=torch.uint8)
 
 
 class HostMemory:
-    """A pool of host memory, no larger than the most that was lent out at one time since the last `release`.
+    """A pool of reusable host memory; its size never exceeds the peak of lent memory since the last `release`.
 
     Examples:
         >>> memory = HostMemory()
@@ -105,7 +105,8 @@ class HostMemory:
 
         Args:
             nbytes: Number of bytes.
-            kind: Kind of memory: the type of the device that copies to it. Blocks are reused for the same kind only.
+            kind: Kind of memory: "cpu" for pageable memory, otherwise the type of the device that copies to it, such as
+                "cuda". A block is only reused for its own kind.
             new: Function that allocates memory of that kind.
         """
         with self._lock:
@@ -181,13 +182,13 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class DeviceCopies:
-    """Functions that copy to and from a device's memory; a copy's tensors must be kept until `wait` has returned.
+    """Functions that copy between a device's memory and the host's. Keep a copy's tensors until `wait` has returned.
 
     Attributes:
         host_memory: Function that returns unused host memory of a given number of bytes, as a uint8 tensor.
-        start: Function that starts copies after all work that the calling thread has queued on the device; returns a
-            token.
-        wait: Function that waits until the copies of a token are done.
+        start: Function that takes (destination, source) pairs and starts their copies, after all work that the calling
+            thread has queued on the device; returns a token.
+        wait: Function that takes a token and waits until its copies are done.
     """
 
     host_memory: Callable[[int], torch.Tensor]

@@ -33,10 +33,10 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """Optional abilities of a storage, its attribute ``capabilities``; a function that is None isn't supported.
+    """Optional abilities of a storage, in its attribute ``capabilities``; a function that is None isn't supported.
 
-    A storage without the attribute supports none of them. Related functions, such as those on folders, come together.
-    All raise a StorageError that names the file.
+    A storage without the attribute supports none of them. Related functions, such as those on folders, are
+    supported together. On failure, each function raises a StorageError that names the file.
 
     Attributes:
         move: ``(old, new)``: rename a file, replacing any file of the new name, atomically if possible. Without it,
@@ -53,10 +53,10 @@ class Capabilities:
             are on the medium already.
         is_link: ``(name)``: whether a name is a symbolic link.
         folder: ``(name)``: the storage of a subfolder, with the same abilities.
-        sibling: ``(name)``: the `Sibling` that the save of that name makes, or has made, beside this folder.
+        sibling: ``(name)``: the `Sibling` of the save of that name, beside this folder; it needn't exist yet.
         siblings: ``()``: the sorted names of the saves that have made a sibling.
-        locked: ``(folder="")``: a context manager that waits for a folder's lock and holds it. Among the threads and
-            processes of a machine one holds it at a time; it isn't reentrant, and ends with the process.
+        locked: ``(folder="")``: a context manager that waits for a folder's lock and holds it. On one machine, only one
+            thread of one process holds it at a time. The lock isn't reentrant, and ends with the process.
         replace_if: ``(name, before, data)``: replace a file's content atomically if the content is still `before`
             (None: if there is no file), and return whether an answer confirms it. False means that the file has
             changed, or that no answer came: then it may have the new content, or still get it. The request isn't
@@ -116,7 +116,7 @@ class Capabilities:
 
     @classmethod
     def of(cls, storage: Storage, *names: str, **more: Any) -> Capabilities:
-        """Return capabilities that are a storage's methods of the given names, and the further fields in `more`."""
+        """Return capabilities: the methods of a storage with the given names, and the fields in `more`."""
         return cls(**{name: getattr(storage, name) for name in names}, **more)
 
     def functions(self) -> dict[str, Function]:
@@ -317,7 +317,10 @@ def read_if_there(storage: Storage, name: str) -> bytes | None:
 
 
 def threads_of(storage: Storage, threads: int | None, requests: int = 16) -> int | None:
-    """Return the number of threads that read a storage; the caller's, or one per request in flight.
+    """Return the number of threads that read a storage; None for the usual number.
+
+    It is the caller's number, if there is one. Otherwise, a storage that is read by requests gets a thread for each
+    request in flight, and other storages get the usual number.
 
     Args:
         storage: Storage that is read.
@@ -337,7 +340,7 @@ def abort_open_uploads(storage: Storage, is_left: Callable[[str, float], bool]) 
 
     Args:
         storage: Storage of the folder.
-        is_left: Function that returns whether an upload may be aborted, from its file's name and its age in seconds.
+        is_left: Function from a file's name and the age of its upload in seconds to whether the upload may be aborted.
     """
     if (abort := can(storage).abort_uploads) is not None:
         abort("", is_left)

@@ -40,8 +40,8 @@ class StoredFile:
         name: Name in the checkpoint's storage.
         length: Length in bytes.
         hashes: Hashes of the file's blocks, uint64 (blocks,); None if the format has none.
-        ranges: Byte ranges with CRC32s, for formats that have these instead of block hashes; each contiguous or
-            strided part that a load reads lies within one range.
+        ranges: Byte ranges with CRC32s, for formats that have these instead of block hashes. No run or strided piece
+            of a load may cross the boundary of a range.
     """
 
     name: str
@@ -72,7 +72,7 @@ def write_hashed(
         buffers: Bytes of the file, in order.
         length: Total number of bytes, if known, so that storages can reserve space.
         durable: Whether the file is on the medium when this returns.
-        checksums: Whether blocks are hashed at all.
+        checksums: Whether to hash the blocks.
         progress: Function that is called with the number of bytes written since its last call.
 
     Examples:
@@ -96,12 +96,12 @@ class ReadReport:
         blocks_checked: Number of blocks or byte ranges whose checksum was compared.
         blocks_unchecked: Number of blocks that were read only in part, were excluded from checks, or have no hash.
         files: Number of files opened.
-        left_out: Paths of stored plain values that aren't in the result. They are stored next to shards and the target
-            omits them, or they are in united common states and no rank's target names them. If all tensors are loaded
-            without a target: names of tensors that can't be read.
+        left_out: Paths of stored plain values that aren't in the result. Either the target omits shards in their
+            list, tuple or class, or the common state is the union of the ranks' states and no rank's target names them.
+            For a load of all tensors without a target: names of the tensors that can't be read.
         unfilled: Paths of plain tensors of the target that aren't in the result, since nothing is stored for them.
-        uncompared: Keys of optimizer states that were loaded without the comparison of masters with weights, because
-            of ``verify=None``.
+        uncompared: Keys of optimizer states whose master weights weren't compared with the model's weights, because of
+            ``verify=None``.
         bytes_sent: Bytes sent to other ranks that wanted them.
         bytes_received: Bytes received from other ranks.
         exchange: Reason why ranks did or didn't read for each other, if ``exchange="auto"`` decided it.
@@ -158,7 +158,11 @@ class ReadReport:
 
 
 def ranges_to_check(ranges: ByteRanges, runs: Runs, *, everything: bool) -> list[int]:
-    """Return the numbers of ranges with a CRC32: small ones and ranges read nearly whole, or all with `everything`."""
+    """Return the indices of the byte ranges whose CRC32 is checked when a file's runs are read.
+
+    These are the ranges no longer than a block and those that are read nearly whole; with `everything`, all of them. A
+    range without a CRC32 is never checked.
+    """
     enough = ranges.end - ranges.begin <= BLOCK_BYTES
     if runs.byte.size:
         enough = enough | (bytes_outside(ranges, runs.byte, runs.byte + runs.length) <= NEARLY_WHOLE_BYTES)
@@ -191,12 +195,12 @@ def damage_error(path: str, what: str, spans: Iterable[str]) -> CorruptCheckpoin
 
 
 def in_file_order(pieces: Strided) -> Strided:
-    """Return pieces sorted by file."""
+    """Return strided pieces, sorted by file."""
     return rows_of(pieces, np.argsort(pieces.file, kind="stable")) if pieces.file.size > 1 else pieces
 
 
 def of_file(rows: Rows, number: int) -> Rows:
-    """Return the rows of one file from rows that are sorted by file."""
+    """Return one file's rows of the columns of runs or strided pieces, which are sorted by file."""
     return rows_of(rows, slice(*np.searchsorted(rows.file, [number, number + 1]).tolist()))
 
 
@@ -268,11 +272,11 @@ def range_crc32(hashes: dict[int, tuple[int, int]], begin: int, end: int) -> int
 
 
 def crc32_behind(buffer: Buffer, before: int) -> Callable[[], int]:
-    """Return a function that returns the CRC32 extended by a buffer; another thread computes it if the buffer is large.
+    """Extend a CRC32 by a buffer, in another thread if it is large; return a function that returns the result.
 
     Args:
-        buffer: Bytes that stay as they are until the function is called.
-        before: CRC32 of the bytes before them.
+        buffer: Bytes to add, which must not change until the returned function has been called.
+        before: CRC32 of the bytes before them; 0 if there are none.
 
     Examples:
         >>> hex(crc32_behind(memoryview(b"123456789"), 0)())
@@ -283,7 +287,7 @@ def crc32_behind(buffer: Buffer, before: int) -> Callable[[], int]:
 
 
 def joined_crc32(left: int, right: int, length: int) -> int:
-    """Return the CRC32 of two byte strings joined, from the CRC32 of each.
+    """Return the CRC32 of two concatenated byte strings, from the CRC32 of each.
 
     Args:
         left: CRC32 of the first string.
@@ -295,14 +299,14 @@ def joined_crc32(left: int, right: int, length: int) -> int:
         True
 
     References:
-        zlib's crc32_combine: the left sum times x to the number of bits that follow it, modulo the polynomial.
+        zlib's crc32_combine: left * x**(8 * length) + right, as polynomials modulo the CRC's polynomial.
     """
     return _times(_shift(length), left) ^ right
 
 
 @lru_cache(maxsize=64)
 def _shift(length: int) -> int:
-    """Return x to the power of 8 * `length`, modulo the polynomial; the highest bit is the coefficient of x^0."""
+    """Return x**(8 * length) modulo the CRC's polynomial; the highest of 32 bits is the coefficient of x**0."""
     # Square and multiply: the length can have 40 bits, and a step per byte would take longer than reading the bytes.
     power, square = 1 << 31, 1 << 23
     while length:
@@ -314,7 +318,7 @@ def _shift(length: int) -> int:
 
 
 def _times(left: int, right: int) -> int:
-    """Return the product of two polynomials over GF(2), modulo the CRC's."""
+    """Return the product of two polynomials over GF(2), modulo the CRC's polynomial."""
     product = 0
     for bit in range(31, -1, -1):
         if left >> bit & 1:
@@ -330,6 +334,9 @@ def bytes_outside(ranges: ByteRanges, begin: Column, end: Column) -> Column:
         ranges: Byte ranges of a file.
         begin: First byte of each span, ascending, int64 (spans,); spans may overlap.
         end: One past the last byte of each span, int64 (spans,).
+
+    Returns:
+        Numbers of bytes, int64 (ranges,).
 
     Examples:
         >>> import numpy as np

@@ -1,4 +1,4 @@
-"""Executes a load plan: several threads deliver bytes to the targets' memory, and hash and check them."""
+"""Execution of load plans: several threads read bytes into the targets' memory, and hash and check them."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def fetch(
         plan: Reads to execute.
         memories: Contiguous tensors of any dtype, one for each requested shard, filled in place. Those on an
             accelerator are filled through host memory.
-        verify: The blocks that are checked against their hashes.
+        verify: Choice of the blocks to check: "whole", "all" or None, as `Verify` explains.
         progress: Function that is called with the number of bytes read since its last call, by one thread at a time.
 
     Raises:
@@ -73,16 +73,16 @@ def fetch_from_memory(
     *,
     progress: Callable[[int], None] = lambda _: None,
 ) -> ReadReport:
-    """Copy what a plan reads from files whose content is in memory, and return a report of the bytes read.
+    """Execute a load plan on files whose content is in memory, and return a report of the bytes copied.
 
     Args:
-        contents: The bytes of each file, by its number in the plan.
-        plan: The runs and boxes to copy.
-        memories: Destinations, in the form of `fetch`.
-        progress: Callback that gets the number of bytes copied since its last call.
+        contents: Bytes of each file, by its number in the plan.
+        plan: Reads to execute, as copies.
+        memories: Contiguous tensors, one for each requested shard, filled in place; see `fetch`.
+        progress: Function that is called with the number of bytes copied since its last call.
 
     Raises:
-        StorageError: A file has fewer bytes than the plan reads.
+        StorageError: a file has fewer bytes than the plan reads.
 
     Examples:
         >>> from shardtree.core.plans import runs_plan
@@ -142,7 +142,7 @@ def fetch_run(
     """Fill memory with consecutive bytes of a file by a single read, and check the blocks that `fetch` would check.
 
     Returns:
-        A report; None if a single read isn't enough or anything is wrong, so that `fetch` must do it or raise.
+        A report; None if a single read isn't enough or anything is wrong. Then `fetch` must read, or raise the error.
     """
     if can(storage).read_range is not None or file.ranges is not None or is_staged(memory):
         return None
@@ -178,7 +178,7 @@ def _report(bytes_read: int, blocks_checked: int, blocks_unchecked: int) -> Read
 
 
 def _views(plan: LoadPlan, memories: Sequence[torch.Tensor], is_on_device: Flags) -> list[Buffer]:
-    """Return a byte view of each host memory that the plan fills, and an empty view for all others."""
+    """Return a byte view of each target; it is empty if the target is on a device or the plan doesn't fill it."""
     # The plan may be a small part of a larger one, so that it fills few of the memories.
     is_target = np.zeros(len(memories), dtype=np.bool_)
     is_target[plan.runs.target] = is_target[plan.strided.target] = True
@@ -197,7 +197,7 @@ def _read(
     requests: Sequence[Request],
     views: Sequence[Buffer],
 ) -> int:
-    """Execute requests, add their checksums to `sums`, and return the number of bytes delivered."""
+    """Execute requests, add the checksums of their bytes to `sums`, and return the number of bytes delivered."""
     waiting, lock = deque(requests), Lock()
 
     def work() -> int:
@@ -238,7 +238,7 @@ def _deliver(request: Request, source: RequestSource, check: Checks, views: Sequ
 
 
 def _steps(runs: Runs, views: Sequence[Buffer], size: int) -> Iterator[tuple[int, list[Buffer]]]:
-    """Yield (offset, buffers): reads that end at multiples of a size, and the buffers that each fills."""
+    """Yield (offset, buffers) for each read that the runs need; reads end at multiples of `size` in the file."""
     begin, end, buffers = 0, 0, list[Buffer]()
     # Scratch memory for bytes that are only hashed; their offset within a step keeps them from overlapping.
     room = byte_buffer(host_memory.lend(size)) if (runs.target < 0).any() else memoryview(b"")
@@ -265,7 +265,7 @@ def _steps(runs: Runs, views: Sequence[Buffer], size: int) -> Iterator[tuple[int
 
 
 def _wrong(check: Checks, sums: Sums) -> list[tuple[int, int]]:
-    """Return first byte and end of each block or byte range of a file whose checksum differs."""
+    """Return (first byte, one past the last) of each block or byte range whose checksum differs from the stored one."""
     hashes, ranges = check.file.hashes, check.file.ranges
     if ranges is not None:
         places = [(int(ranges.begin[row]), int(ranges.end[row]), int(ranges.crc32[row])) for row in check.ranges]
@@ -278,6 +278,6 @@ def _wrong(check: Checks, sums: Sums) -> list[tuple[int, int]]:
 
 
 def _without(sums: Sums, check: Checks, spans: Sequence[tuple[int, int]]) -> Sums:
-    """Return the checksums outside of the given spans."""
+    """Return the checksums, except those of blocks and parts of ranges that begin in the given spans."""
     unit = BLOCK_BYTES if check.file.ranges is None else 1
     return {at: value for at, value in sums.items() if not any(begin <= at * unit < end for begin, end in spans)}

@@ -46,7 +46,7 @@ def _in_folder(folder: str, call: str, function: Function) -> Function | None:
 
 @dataclass(frozen=True, slots=True)
 class _InFolder:
-    """A storage's method that puts a folder's name in front of all names; a dataclass, so that it can be pickled."""
+    """A method of a storage that prefixes a subfolder to all file names; a dataclass, so that it can be pickled."""
 
     folder: str
     call: str
@@ -109,7 +109,10 @@ def is_same_place(one: Storage, other: Storage) -> bool:
 
 
 def _place(storage: Storage) -> tuple[object, str]:
-    """Return the innermost wrapped storage, and the folder within it."""
+    """Return the identity of a storage's folder: the innermost wrapped storage, and the folder within it.
+
+    For local storages, it is their class and the folder's real path.
+    """
     folder = ""
     inner: object = storage
     while isinstance(inner, Wrapped):
@@ -130,7 +133,9 @@ def _absolute(path: str) -> str:
 
 
 def with_own_refusals(storage: Storage) -> Storage:
-    """Return a local storage that collects the file system's refusals for one save; other storages unchanged.
+    """Return a storage for one save; if it is local, it records the requests that the file system refuses to this save.
+
+    The save goes on without these requests, and reports them as `Refusal`s. Other storages are returned unchanged.
 
     Examples:
         >>> with_own_refusals(storage_at("/runs/step_10"))
@@ -140,7 +145,7 @@ def with_own_refusals(storage: Storage) -> Storage:
 
 
 def take_refusals(storage: Storage, *others: Storage) -> tuple[Refusal, ...]:
-    """Return and forget the refusals of a file system to one save.
+    """Return the requests that the file system refused to one save, and forget them.
 
     Args:
         storage: Folder that the save writes.

@@ -49,7 +49,7 @@ class LocalStorage:
 
     @property
     def refusals(self) -> Refusals:
-        """The file system's refusals of all requests but those of saves, which use `SavingStorage`."""
+        """The process's record of refused requests, except those of saves, which use `SavingStorage`."""
         return elsewhere
 
     @property
@@ -58,7 +58,7 @@ class LocalStorage:
         return _capabilities(self, self.refusals)
 
     def where(self, name: str = "") -> str:
-        """Return the path of a name."""
+        """Return the path of a file or folder."""
         return _path(self.root, name)
 
     def write(self, name: str, buffers: Iterable[AnyBuffer], *, durable: bool) -> int:
@@ -146,7 +146,7 @@ class LocalStorage:
                 return None
 
     def names(self, folder: str = "") -> tuple[str, ...]:
-        """Return the sorted names of a folder's direct entries."""
+        """Return the sorted names of a folder's direct entries; empty if there is no such folder."""
         with self._storage_errors("list", folder):
             try:
                 return tuple(sorted(os.listdir(self.where(folder))))
@@ -208,7 +208,7 @@ class LocalStorage:
         return LocalStorage(root)
 
     def sibling(self, name: str) -> LocalSibling:
-        """Return the sibling folder for the save of that name."""
+        """Return the sibling folder of the save of that name; it needn't exist yet."""
         return LocalSibling(self.root, name, self._at, self.refusals)
 
     def siblings(self) -> tuple[str, ...]:
@@ -247,10 +247,10 @@ class LocalStorage:
 
 @dataclass(frozen=True, slots=True)
 class SavingStorage(LocalStorage):
-    """A local folder during one save, with the file system's refusals to this save.
+    """A local folder during one save; records the requests that the file system refuses to this save.
 
     Attributes:
-        refusals: Refused requests that the save does without, for its report.
+        refusals: Record of the refused requests, which the save does without and reports.
     """
 
     refusals: Refusals = field(default_factory=Refusals, repr=False, compare=False)

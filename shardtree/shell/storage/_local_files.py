@@ -71,7 +71,7 @@ class LocalReader:
         _close(self.descriptor)  # errors of closing (ESTALE, EIO) say nothing about the bytes that were read
 
     def read_into(self, byte: int, buffers: Sequence[Buffer]) -> None:
-        """Fill the buffers in order from consecutive bytes; raise if the file is too short."""
+        """Fill the buffers, in order, with the file's bytes from offset `byte` on; raise if the file ends early."""
         pending = [*filter(len, buffers)]
         while pending:
             # If another program truncates the file, preadv returns an error, whereas access to a memory map ends the
@@ -297,7 +297,7 @@ _NO_LOCKS = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL, errno.E
 
 
 def lock_folder(path: str) -> int:
-    """Wait for a folder's lock, and return the descriptor that holds it; without effect where locks aren't supported.
+    """Wait for a folder's lock, and return the descriptor that holds it; nothing is locked if locks aren't supported.
 
     Raises:
         OSError: the folder can't be opened.

@@ -64,13 +64,15 @@ _ELSEWHERE = "Save to a new folder, then remove the old one."
 
 @dataclass(frozen=True, slots=True)
 class LocalSibling:
-    """A folder ``.<folder>.<name>`` beside another folder; its subfolder ``checkpoint`` is to replace the other folder.
+    """A temporary folder ``.<folder>.<name>`` beside a folder; its subfolder ``checkpoint`` will replace that folder.
+
+    Old files are those of the folder that is replaced.
 
     Args:
         root: Path of the folder to replace; if it is a link, the link stays and its target is replaced.
         name: Name of the save.
-        open_folder: Function from a path to its storage.
-        refusals: Collector of the file system's refusals.
+        open_folder: Function from a folder's path to its storage.
+        refusals: Record of requests that the file system refuses, such as syncing a folder.
 
     Examples:
         >>> import pathlib, tempfile
@@ -93,11 +95,11 @@ class LocalSibling:
 
     @property
     def storage(self) -> Storage:
-        """The storage of the subfolder that is exchanged."""
+        """The storage of the subfolder ``checkpoint``: new files before the exchange, old files after it."""
         return self.open_folder(self._inside(_FILES))
 
     def make(self, note: bytes, *, durable: bool) -> None:
-        """Make the folder with a note of its owner; raise if it can't be exchanged later."""
+        """Make the folder with a note that identifies the saving process; raise if an exchange isn't possible here."""
         self._check_replaceable()
         with self._storage_errors("make a folder beside"):
             os.makedirs(self._folder, exist_ok=True)
@@ -114,7 +116,7 @@ class LocalSibling:
                 sync_above([os.path.dirname(self._folder)], self.refusals)
 
     def note(self) -> bytes | None:
-        """Return the owner's note, or None if there is none."""
+        """Return the note that identifies the saving process, or None if there is none."""
         return _read(self._inside(_OWNER))
 
     def is_exchanged(self) -> bool | None:
@@ -128,7 +130,7 @@ class LocalSibling:
         return None
 
     def changed(self) -> float | None:
-        """Return the time of the last change in the sibling, in seconds since 1970."""
+        """Return the time when an entry was last added or removed, in seconds since 1970; None if unknown."""
         times = [_change_time(path) for path in (self._folder, self._inside(_FILES))]
         return max((time for time in times if time is not None), default=None)
 
@@ -138,7 +140,7 @@ class LocalSibling:
             return tuple(sorted(_walk(self._old, "")))
 
     def check_shareable(self, names: Sequence[str]) -> None:
-        """Raise if old files can't be hard-linked."""
+        """Raise if any of these old files can't be hard-linked."""
         # Every file is tried: permission to link depends on a file's owner and mode (fs.protected_hardlinks), and an
         # error after the checkpoint was written would waste the save.
         problems = []
@@ -157,7 +159,7 @@ class LocalSibling:
             raise StrategyError(error_text(heading, offenders=problems, fix=_ELSEWHERE))
 
     def share(self, names: Sequence[str], *, durable: bool) -> tuple[str, ...]:
-        """Link old files into the new folder, and return the names that other files already have there."""
+        """Hard-link old files into the new folder; return those of the names that other files already have there."""
         # Files are linked rather than moved: the old folder stays complete until the exchange, and a file that a
         # program has open is the same file afterwards.
         conflicts, folders, new = [], set(), set[str]()
@@ -179,7 +181,7 @@ class LocalSibling:
         return tuple(conflicts)
 
     def exchange(self, *, durable: bool) -> None:
-        """Exchange the two folders atomically."""
+        """Exchange the subfolder ``checkpoint`` and the folder to replace atomically."""
         with self._storage_errors("exchange"):
             exchange_folders(self._inside(_FILES), self._target)
             # An entry changed in both parents: if only one of them is on the medium, a power failure could lose a
@@ -297,7 +299,7 @@ def _parents(name: str) -> set[str]:
 
 
 def _make_parents(top: str, folder: str) -> set[str]:
-    """Make a folder and its missing parents, and return the names of the folders made."""
+    """Make a folder and its missing parents in `top`, and return the names of all new folders."""
     new = set()
     for parent in sorted({*_parents(folder), folder} - {""}):
         with suppress(FileExistsError):

@@ -22,7 +22,7 @@ _MACHINE = ("host", "boot", "processes")
 
 
 class Claim:
-    """An object that a process holds as long as its save may still finish."""
+    """A marker that a process holds while its save may still finish; `is_claimed` looks for it."""
 
     __slots__ = ("__weakref__",)
 
@@ -31,7 +31,7 @@ _claims: WeakValueDictionary[tuple[int, str], Claim] = WeakValueDictionary()
 
 
 def claim(save_id: str) -> Claim:
-    """Return the object that marks a save of this process as alive, until it is released or garbage-collected.
+    """Return a marker that a save of this process is alive, until it is released or garbage-collected.
 
     Examples:
         >>> held = claim("save-1")
@@ -53,7 +53,7 @@ def is_claimed(save_id: str) -> bool:
 
 
 def owner_note(save_id: str) -> bytes:
-    """Return the note that identifies a save's process.
+    """Return the note that identifies a save and its process, as JSON.
 
     Examples:
         >>> sorted(json.loads(owner_note("save-1")))
@@ -66,8 +66,8 @@ def owner_note(save_id: str) -> bytes:
 def is_alive(note: bytes | None) -> bool | None:
     """Return whether the save that left a note may still finish; None if unknown.
 
-    A save of the same machine is alive if its process runs; a save of this process also needs its claim. Saves of
-    other machines or containers are unknown.
+    A save of the same machine is alive if its process runs; a save of this process also needs its claim. Whether a save
+    of another machine or container is alive is unknown.
 
     Examples:
         >>> held = claim("save-1")
@@ -94,7 +94,10 @@ _counter = count(secrets.randbelow(256))
 
 
 def process_token() -> str:
-    """Return 16 hexadecimal digits that are unique and identify this process.
+    """Return a new token of 16 hexadecimal digits for file names; `maker_is_dead` recognises this process by it.
+
+    It consists of a checksum of the machine's identity, the process's id and a counter. If that isn't possible, the
+    digits are random.
 
     Examples:
         >>> len(process_token()), maker_is_dead(process_token())
@@ -143,7 +146,7 @@ def _decode(note: bytes | None) -> Mapping[str, Any] | None:
 
 
 def _machine() -> dict[str, str | None]:
-    """Return the host's name, its boot id and its pid namespace, which differs between containers."""
+    """Return the identity of this machine: host name, boot id, and pid namespace, which differs between containers."""
     boot = processes = None
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -37,7 +37,8 @@ class Refusal:
 
     Attributes:
         kind: Refused request: to "sync" a folder, or to copy "permissions", "owner" or extended "attributes" to it.
-        path: Folder of the refused request; the first one, if the save collects its own refusals.
+        path: Folder of the refused request. If several requests of the kind were refused, it is the first one's folder,
+            or the last one's if the save shares its record of refusals with the whole process (`elsewhere`).
         reason: Message of the system, or the difference that remains.
 
     Examples:
@@ -63,7 +64,7 @@ class Refusal:
 
     @property
     def what(self) -> str:
-        """The consequence for a save."""
+        """The consequence of the refusal for a save, as text."""
         return _TEXTS[self.kind]
 
 
@@ -84,7 +85,7 @@ class SaveReport:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Refusals:
-    """The first refusal of each kind that a storage has met.
+    """A record of refused requests: the first and the last refusal of each kind.
 
     Examples:
         >>> refusals = Refusals()
@@ -114,9 +115,9 @@ class Refusals:
         return taken
 
     def take_of(self, folders: Iterable[str]) -> tuple[Refusal, ...]:
-        """Return and forget the last refusal of each kind for these folders, their content or their parents.
+        """Return and forget the last refusal of each kind if it concerns these folders, their content or their parents.
 
-        Kinds that were logged aren't logged again.
+        A kind that was logged before isn't logged again.
         """
         places = [os.path.realpath(folder) for folder in folders]
         taken = tuple(one for one in tuple(self._last.values()) if _is_of(os.path.realpath(one.path), places))
@@ -174,7 +175,7 @@ def sync(folder: str, refusals: Refusals) -> None:
 
 
 def sync_above(folders: Iterable[str], refusals: Refusals) -> None:
-    """Sync folders, except those of other users that may not be opened."""
+    """Sync folders; skip those that this process may neither open nor write to."""
     for folder in folders:
         try:
             sync(folder, refusals)

@@ -36,13 +36,13 @@ _FAR = 2**62
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The rule that cuts a plan into requests.
+    """A rule for cutting a load plan into requests.
 
     Attributes:
-        most_bytes: Size of the windows at whose boundaries requests end, in bytes.
+        most_bytes: Size of a window in bytes. Files are divided into windows, and requests end at their boundaries.
         whole: Whether a request is fetched from its first byte to its last, as from an object store. Requests then
-            contain no long gaps, a small plan is one request, and pieces come in whole blocks. Otherwise only the
-            wanted bytes are read.
+            contain no long gaps, and a few reads close together are one request even across a boundary. Blocks that
+            strided pieces touch are fetched whole, to be checked. Otherwise only the wanted bytes are read.
     """
 
     most_bytes: int
@@ -57,7 +57,7 @@ class Cut:
 
 
 def cut_of(storage: Storage | None, plan: LoadPlan) -> Cut:
-    """Return the cut of a plan for a storage; None stands for local files."""
+    """Return the rule for cutting a plan that reads a storage; None stands for local files."""
     if storage is not None and can(storage).read_range is not None:
         return Cut(limits.REQUEST_BYTES * can(storage).request_scale, whole=True)
     # A small plan gets smaller windows than usual, so that each thread gets a share.
@@ -70,12 +70,12 @@ class Request:
     """A byte range of a file, and the reads and copies that one thread makes for it.
 
     Attributes:
-        file: Number of the file.
-        begin: First byte.
-        end: One past the last byte.
+        file: Number of the file in the plan.
+        begin: First byte of the range.
+        end: One past the last byte of the range.
         runs: Contiguous reads into contiguous memory, in file order and without overlaps; the target -1 marks bytes
             that are read only to be hashed.
-        pieces: Strided pieces, copied item by item, in the order of `low`.
+        pieces: Strided pieces (boxes of elements), copied element by element, in the order of `low`.
         low: First byte that is read for each piece, int64 (pieces,).
         high: One past the last byte that is read for each piece, int64 (pieces,).
     """
@@ -91,13 +91,13 @@ class Request:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Checks:
-    """The checks of a file while it is read.
+    """The blocks or byte ranges of a file that are checked while it is read.
 
     Attributes:
         file: The file.
-        units: Number of blocks that are touched, or of all byte ranges of the file.
+        units: Number of blocks that the plan touches; for a file with byte ranges instead, the number of all ranges.
         blocks: Flags of the blocks that are checked by their hashes, bool (blocks,); None if no block is.
-        ranges: Numbers of the byte ranges that are checked by their CRC32s.
+        ranges: Indices of the byte ranges that are checked by their CRC32s.
     """
 
     file: StoredFile
@@ -119,14 +119,14 @@ class Checks:
 def requests_of(
     files: Mapping[int, StoredFile], plan: LoadPlan, verify: Verify, cut: Cut
 ) -> tuple[list[Request], dict[int, Checks]]:
-    """Return the requests that execute a plan, ordered by file and byte, and the checks of each file.
+    """Return the requests that execute a plan, ordered by file and byte, and the checks of each file by its number.
 
-    A checked block or byte range comes whole in one request, or in consecutive parts.
+    A block or byte range that is checked is read whole: by one request, or in adjacent parts by several.
 
     Args:
         files: Files by their number in the plan.
         plan: Reads to execute.
-        verify: The blocks that are checked.
+        verify: Choice of the blocks to check: "whole", "all" or None, as `Verify` explains.
         cut: The rule that cuts the plan into requests.
 
     Examples:
@@ -151,14 +151,14 @@ def requests_of(
 def fetch_cost(
     files: Mapping[int, StoredFile], plan: LoadPlan, *, verify: Verify = "whole", storage: Storage | None = None
 ) -> ReadCost:
-    """Return the cost of reading a plan by `fetch`.
+    """Return the cost of reading a plan by `fetch`: the numbers of bytes, pieces and files.
 
     A byte range that contains strided pieces counts as a whole, since it is read whole.
 
     Args:
         files: Files by their number in the plan.
         plan: Reads whose cost is estimated.
-        verify: The blocks that would be checked against their hashes.
+        verify: Choice of the blocks to check: "whole", "all" or None, as `Verify` explains.
         storage: Storage of the files; None for a local folder.
 
     Examples:
@@ -203,7 +203,10 @@ def _requests_of_file(
 
 
 def _apart(runs: Runs, pieces: Strided) -> tuple[Runs, Strided]:
-    """Return the runs that overlap no other run, and the pieces, with all other runs added; pieces may overlap."""
+    """Turn runs that overlap each other into strided pieces, since only pieces may overlap.
+
+    Returns the remaining runs, and all pieces.
+    """
     meets = runs.byte[1:] < np.maximum.accumulate(runs.byte + runs.length)[:-1]
     if not meets.any():
         return runs, pieces
@@ -220,7 +223,7 @@ def _apart(runs: Runs, pieces: Strided) -> tuple[Runs, Strided]:
 def _checks_of(
     file: StoredFile, direct: Runs, pieces: Strided, runs: Runs, verify: Verify, cut: Cut
 ) -> tuple[Checks, Column, Column]:
-    """Return the checks of a file, and first byte and end of the spans that must be read whole for the checks."""
+    """Return the checks of a file, and the first bytes and ends of the spans that must be read whole for them."""
     if file.ranges is not None:
         numbers = [] if verify is None else ranges_to_check(file.ranges, runs, everything=verify == "all")
         ranges = file.ranges
@@ -253,7 +256,16 @@ def _widen(pieces: Strided, check: Checks) -> tuple[Column, Column]:
 
 
 def with_left_out(runs: Runs, file: int, low: Column, high: Column) -> Runs:
-    """Return runs in file order, with the parts of spans that no run covers added with the target -1."""
+    """Return runs in file order, with runs added for the bytes of spans that no run covers.
+
+    The added runs have the target -1: their bytes are read only to be hashed.
+
+    Args:
+        runs: Runs in one file, in file order, without overlaps.
+        file: Number of the file.
+        low: First byte of each span, ascending, int64 (spans,).
+        high: One past the last byte of each span, int64 (spans,).
+    """
     if not low.size:
         return runs
     gap_low, gap_high = np.append(0, runs.byte + runs.length), np.append(runs.byte, _FAR)
@@ -272,7 +284,7 @@ def with_left_out(runs: Runs, file: int, low: Column, high: Column) -> Runs:
 
 
 def _groups(begin: Column, end: Column, cut: Cut) -> Column:
-    """Return the number of each span's request, ascending with the spans' first bytes, int64 (spans,)."""
+    """Assign spans to requests: return each span's request number, ascending with its first byte, int64 (spans,)."""
     order = np.argsort(begin, kind="stable")
     low, reach = begin[order], np.maximum.accumulate(end[order])
     cell = low // cut.most_bytes
@@ -290,7 +302,7 @@ def _groups(begin: Column, end: Column, cut: Cut) -> Column:
 
 
 def _cut_runs(runs: Runs, most_bytes: int) -> Runs:
-    """Return runs, cut at the boundaries of windows."""
+    """Return runs, cut at the boundaries of windows of `most_bytes`."""
     if (runs.byte // most_bytes == (runs.byte + runs.length - 1) // most_bytes).all():
         return runs
     row, begin, end = _cells(runs.byte, runs.byte + runs.length, most_bytes)
@@ -299,7 +311,7 @@ def _cut_runs(runs: Runs, most_bytes: int) -> Runs:
 
 
 def _cells(begin: Column, end: Column, most_bytes: int) -> tuple[Column, Column, Column]:
-    """Return parts of spans cut at the boundaries of windows: span number, first byte and end of each part."""
+    """Cut spans at the boundaries of windows; return each part's span number, first byte and end, int64 (parts,)."""
     first = begin // most_bytes
     count = (end - 1) // most_bytes - first + 1
     row, number = span_numbers(first, count)

@@ -1,4 +1,4 @@
-"""The protocol that every storage implements, and names and parts of files within one."""
+"""The protocol that every storage implements, checks of file names, and files that are written in parts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ AnyBuffer = bytes | bytearray | memoryview | NDArray[Any]
 
 
 def byte_view(buffer: AnyBuffer, where: str) -> Buffer:
-    r"""Return the bytes of a buffer, which share its memory.
+    r"""Return a view of a buffer's memory as bytes.
 
     Args:
         buffer: Contiguous bytes, bytearray, array, or another object with the buffer protocol.
@@ -51,7 +51,7 @@ def byte_view(buffer: AnyBuffer, where: str) -> Buffer:
 
 
 def copy_bytes(memory: bytearray | Buffer, at: int, source: Buffer) -> None:
-    r"""Copy bytes without holding Python's global lock.
+    r"""Copy bytes to the offset `at` of a memory, without holding Python's global lock.
 
     Examples:
         >>> memory = bytearray(4)
@@ -96,7 +96,7 @@ class Reader(Protocol):
         """The file's length in bytes."""
 
     def read_into(self, byte: int, buffers: Sequence[Buffer]) -> None:
-        """Fill the buffers in order from consecutive bytes; raise if the file is too short."""
+        """Fill the buffers, in order, with the file's bytes from offset `byte` on; raise if the file ends early."""
 
     def read(self, begin: int = 0, end: int | None = None) -> Buffer:
         """Return a copy of a byte range of the file, by default up to its end.
@@ -164,7 +164,8 @@ class Storage(Protocol):
 class Sibling(Protocol):
     """A folder that a save makes beside a storage's own folder; the two are exchanged atomically.
 
-    Before the exchange it holds the new files, and afterwards the old ones. Errors are those of `Storage`.
+    Before the exchange it holds the new files, and afterwards the old ones: those of the replaced checkpoint. Failures
+    are StorageErrors, as for `Storage`.
     """
 
     @property
@@ -172,7 +173,7 @@ class Sibling(Protocol):
         """The storage of the sibling folder: new files before the exchange, old files after it."""
 
     def make(self, note: bytes, *, durable: bool) -> None:
-        """Make the empty folder with a note of its owner; raise if it can't be exchanged later.
+        """Make the empty folder with a note that identifies the saving process; raise if an exchange isn't possible.
 
         Raises:
             StrategyError: the file system can't exchange the two folders.
@@ -180,7 +181,7 @@ class Sibling(Protocol):
         """
 
     def note(self) -> bytes | None:
-        """Return the owner's note, or None if there is none."""
+        """Return the note that identifies the saving process, or None if there is none."""
 
     def is_exchanged(self) -> bool | None:
         """Return whether the sibling holds the old files; None if they are being removed, or if that is unknown."""
@@ -192,7 +193,7 @@ class Sibling(Protocol):
         """Return the names of all old files, links (not followed), and empty folders (ending in ``/``)."""
 
     def check_shareable(self, names: Sequence[str]) -> None:
-        """Raise if old files can't be linked into the new folder.
+        """Raise if any of these old files can't be linked into the new folder.
 
         Raises:
             StrategyError: the file system doesn't support links, or forbids a link.
@@ -205,7 +206,7 @@ class Sibling(Protocol):
         """
 
     def exchange(self, *, durable: bool) -> None:
-        """Exchange the two folders atomically."""
+        """Exchange the sibling folder and the storage's own folder atomically."""
 
     def remove(self) -> None:
         """Remove the folder and its content; linked files keep their other names."""
@@ -228,7 +229,7 @@ def temporary_name(name: str) -> str:
 
 
 def is_temporary(name: str) -> bool:
-    """Return whether `temporary_name` made a name.
+    """Return whether a name has the form of those from `temporary_name`.
 
     Examples:
         >>> is_temporary(".metadata.json.0123456789abcdef.new"), is_temporary("notes.new")
@@ -243,7 +244,7 @@ def is_left_over(name: str) -> bool:
 
 
 def inside(name: str, root: str) -> str:
-    """Return the normal form of a name, or raise if it can't be a name in the folder.
+    """Return the normal form of a name; raise if it can't be the name of a file or folder within the storage.
 
     Args:
         name: Name of a file or folder; "" is the storage's own folder.
@@ -280,7 +281,7 @@ def inside(name: str, root: str) -> str:
 
 
 def parts_in_file(parts: Iterable[tuple[int, AnyBuffer]], length: int, where: str) -> Iterator[tuple[int, Buffer]]:
-    """Yield the parts that aren't empty; raise if a part reaches beyond the file.
+    """Yield the parts of a file that aren't empty; raise if a part reaches beyond the file.
 
     Args:
         parts: (offset, bytes) pairs.
@@ -308,7 +309,7 @@ def parts_in_file(parts: Iterable[tuple[int, AnyBuffer]], length: int, where: st
 def adjacent(
     parts: Iterable[tuple[int, Buffer]], *, most_bytes: int, most_buffers: int
 ) -> Iterator[tuple[int, list[Buffer]]]:
-    """Yield (offset, buffers) for each group of adjacent parts.
+    """Join parts of a file that follow each other without gaps; yield the (offset, buffers) of each such group.
 
     Args:
         parts: (offset, bytes) pairs.
@@ -334,7 +335,7 @@ def adjacent(
 
 
 def whole(parts: Iterable[tuple[int, AnyBuffer]], length: int, where: str) -> Iterator[Buffer]:
-    """Yield the buffers of parts that tile a whole file in order; raise for other parts.
+    """Yield the buffers of parts that tile a whole file in order; raise if they don't.
 
     Raises:
         StorageError: the parts leave gaps or aren't in order, for example since several ranks write the file.

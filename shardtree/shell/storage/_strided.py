@@ -1,4 +1,4 @@
-"""Copies of strided pieces out of wider reads, which is faster than a read call for each small run."""
+"""Reads of strided pieces: a wide read is followed by copies, which is faster than a read for each short row."""
 
 from __future__ import annotations
 
@@ -28,11 +28,12 @@ GAP_BYTES = 128 * 1024
 
 
 def wide_reads(low: Column, high: Column) -> Iterator[tuple[range, int, int]]:
-    """Yield (rows, begin, end): pieces that share a read, and the byte range of that read.
+    """Yield (rows, begin, end) for each read: the indices of the pieces that share it, and its byte range.
 
     Args:
         low: First byte that is read for each piece, ascending, int64 (pieces,).
-        high: One past the last byte, at most `_READ_BYTES` and two blocks after the first, int64 (pieces,).
+        high: One past the last byte that is read for each piece, int64 (pieces,); at most `_READ_BYTES` and two blocks
+            after `low`.
     """
     first, begin, reach = 0, 0, 0
     for row, (byte, end) in enumerate(zip(low.tolist(), high.tolist(), strict=True)):
@@ -47,7 +48,7 @@ def wide_reads(low: Column, high: Column) -> Iterator[tuple[range, int, int]]:
 
 
 def split_pieces(pieces: Strided, most_gap: int) -> Strided:
-    """Return pieces cut along their first axes, so that each spans at most `_READ_BYTES` of the file.
+    """Return strided pieces cut along their leading axes, so that each spans at most `_READ_BYTES` of the file.
 
     Args:
         pieces: Strided pieces, in any order.
@@ -62,7 +63,7 @@ def split_pieces(pieces: Strided, most_gap: int) -> Strided:
 
 
 def _split_piece(pieces: Strided, row: int, most_gap: int) -> Strided:
-    """Return the parts of a single piece, cut as by `split_pieces`."""
+    """Return the parts into which `split_pieces` cuts a single piece."""
     piece = rows_of(pieces, slice(row, row + 1))
     for axis in range(piece.shape.shape[1]):
         if piece.shape[0, axis] == 1:
@@ -78,7 +79,7 @@ def _split_piece(pieces: Strided, row: int, most_gap: int) -> Strided:
 
 
 def cut(pieces: Strided, axis: int, most: int) -> Strided:
-    """Return parts of pieces of equal shape, each with at most `most` items along an axis."""
+    """Return pieces of equal shape, each cut into parts with at most `most` elements along an axis."""
     size, count = int(pieces.shape[0, axis]), pieces.file.size
     start = np.arange(0, size, most)
     parts = {name: np.repeat(getattr(pieces, name), start.size, axis=0) for name in Strided.__slots__}
@@ -117,20 +118,20 @@ def copy_piece(content: Buffer, begin: int, pieces: Strided, row: int, memory: B
 
 
 def piece_in(memory: torch.Tensor, pieces: Strided, row: int) -> torch.Tensor:
-    """Return the view of a piece in its target's memory, as integers."""
+    """Return a piece's strided view of its target's memory; elements appear as integers of the same bits."""
     shape, target_stride, size = _items_of(pieces, row)
     memory = memory[int(pieces.target_byte[row]) :]
     return memory[: memory.numel() // size * size].view(INTEGERS[size]).as_strided(shape, target_stride)
 
 
 def row_major_piece_in(memory: torch.Tensor, pieces: Strided, row: int) -> torch.Tensor:
-    """Return the view of a piece at the beginning of memory that holds it in row-major order, as integers."""
+    """Return a view of the piece that memory begins with, in row-major order; elements appear as integers."""
     shape, _, size = _items_of(pieces, row)
     return memory[: prod(shape) * size].view(INTEGERS[size]).view(shape)
 
 
 def _items_of(pieces: Strided, row: int) -> tuple[list[int], list[int], int]:
-    """Return a piece's shape, its strides in the target (in items), and the item size."""
+    """Return a piece's shape, strides in the target, and element size; an element of 16 bytes becomes two of 8."""
     shape, target_stride, size = (
         pieces.shape[row].tolist(),
         pieces.target_stride[row].tolist(),

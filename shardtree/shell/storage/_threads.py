@@ -86,9 +86,9 @@ def run_workers(work: Callable[[], Result], threads: int, *, stop: Callable[[], 
     """Call a function in several threads, including the calling one, and return the results.
 
     Args:
-        work: Function that each thread calls; returns when there is nothing left to do.
+        work: Function that each thread calls once, and that returns when there is nothing left to do.
         threads: Maximum number of threads.
-        stop: Function that is called after an error or an interrupt; leaves nothing to do for the others.
+        stop: Function that is called after an error or an interrupt, and lets the calls in other threads return early.
 
     Raises:
         Exception: the first error of a thread.
@@ -111,7 +111,7 @@ def run_workers(work: Callable[[], Result], threads: int, *, stop: Callable[[], 
 def _work_together(
     work: Callable[[], Result], others: int, pool: ThreadPoolExecutor, *, stop: Callable[[], None]
 ) -> list[Result]:
-    """Call a function in this thread, and in each thread of a pool that begins before this thread is done."""
+    """Call a function in this thread and in up to `others` threads of a pool; return the results of all that ran."""
     futures: list[Future[Result]] = []
     # During the interpreter's shutdown no thread can start: this thread does all the work.
     with suppress(RuntimeError):
@@ -130,7 +130,7 @@ def _work_together(
 class Task(Generic[Result]):
     """A function call in another thread; if no thread has begun it, `result` makes the call itself.
 
-    So nothing waits for busy threads, and nothing is lost during the interpreter's shutdown.
+    Hence a task never waits for busy threads, and isn't lost during the interpreter's shutdown.
 
     Args:
         work: Function to call, at most once.
@@ -246,7 +246,7 @@ def _groups(pieces: Iterator[Work], nbytes: Callable[[Work], int]) -> Iterator[l
 
 
 def in_turn(progress: Callable[[int], None]) -> Callable[[int], None]:
-    """Return a progress function that several threads may call, one at a time."""
+    """Return a function that several threads may call at once, and that calls `progress` from one at a time."""
     lock = Lock()
 
     def locked_progress(size: int) -> None:

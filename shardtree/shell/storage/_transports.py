@@ -1,4 +1,4 @@
-"""Transports of requests: from open files, from stores with a long latency, and to devices through the host."""
+"""Reading the bytes of requests: from open files, from stores with a long latency, and to devices through the host."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class RequestSource(Protocol):
     """A source of a request's bytes."""
 
     def read_into(self, byte: int, buffers: Sequence[Buffer]) -> None:
-        """Fill the buffers in order from consecutive bytes of the file."""
+        """Fill the buffers, in order, with the file's bytes from offset `byte` on."""
 
     def view(self, begin: int, end: int) -> Buffer:
-        """Return bytes of the file, valid until the next call."""
+        """Return a byte range of the file; the memory is valid until the next call."""
 
 
 Arrivals = Callable[[deque[Request]], Generator[tuple[Request, RequestSource], None, None]]
@@ -47,12 +47,13 @@ Arrivals = Callable[[deque[Request]], Generator[tuple[Request, RequestSource], N
 
 @dataclass(frozen=True, slots=True)
 class RequestTransport:
-    """A way to read requests.
+    """A way to read the bytes of requests.
 
     Attributes:
-        arrivals: Function that takes requests off a queue until it is empty, and yields them with their sources.
-        threads: Number of threads that call it.
-        where: Function from a file's name to its name in error messages.
+        arrivals: Function that takes requests off a shared queue until it is empty, and yields each one with the source
+            of its bytes.
+        threads: Number of threads that call `arrivals`.
+        where: Function from a file's name to the path or URL that errors show.
         tries: Number of reads of a block or byte range before it counts as damaged.
     """
 
@@ -63,7 +64,7 @@ class RequestTransport:
 
 
 def transport_of(storage: Storage, files: Mapping[int, StoredFile]) -> RequestTransport:
-    """Return the transport of requests for a storage's files; `files` has them by the numbers that requests use."""
+    """Return the way to read requests from a storage; `files` maps the file numbers of requests to files."""
     read_range = can(storage).read_range
     if read_range is None:
         # Copies out of the page cache are bound by memory bandwidth, so more threads would gain nothing.
@@ -79,7 +80,7 @@ def transport_of(storage: Storage, files: Mapping[int, StoredFile]) -> RequestTr
 
 
 def from_memory(contents: Mapping[int, Buffer]) -> RequestTransport:
-    """Return the transport of requests for files in memory; `contents` has them by the numbers that requests use."""
+    """Return the way to read requests from memory; `contents` maps the file numbers of requests to the files' bytes."""
 
     def arrivals(waiting: deque[Request]) -> Generator[tuple[Request, RequestSource], None, None]:
         for request in _remaining(waiting):
@@ -179,7 +180,10 @@ def _from_store(
 
 
 class _Gate:
-    """A limit on a load's requests in flight, doubled when no request has ended for a while: slow links need many."""
+    """A limit on a load's requests in flight, which adapts to slow links, since these need many.
+
+    It is doubled whenever no request has ended for a while.
+    """
 
     def __init__(self, most: int) -> None:
         self._most, self._inside, self._last_end, self._condition = most, 0, monotonic(), threading.Condition()
@@ -226,7 +230,7 @@ _ALIGNMENT = 64  # bytes; torch requires aligned views, of items of up to 8 byte
 
 
 def cut_for_devices(cut: Cut) -> Cut:
-    """Return a cut for staged reads, with several requests per staging part, so that several threads share a part."""
+    """Return a rule for cutting requests so small that several threads can fill one block of staging memory."""
     return replace(cut, most_bytes=min(cut.most_bytes, limits.STAGED_BYTES // 4))
 
 
@@ -238,8 +242,8 @@ def read_to_devices(
 ) -> int:
     """Execute requests whose targets are partly on devices, and return the number of bytes read.
 
-    At most two staging parts are in the host's memory: one being read, and one being copied. All copies have ended
-    when the call returns.
+    The host's memory holds at most two blocks of staging memory: one that is filled by reads, and one that is copied
+    to devices. All copies have ended when the call returns.
 
     Args:
         read: Function that executes requests, given a byte view of each target in the host's memory.

@@ -18,7 +18,7 @@ _OTHERS: dict[str, Any] = {"folder": None, "sibling": None, "siblings": None}
 
 
 class Wrapped:
-    """The storage that `wrapped` and `around` return.
+    """A storage that replaces some calls of another one; `wrapped` and `around` make it.
 
     Attributes:
         inner: The storage that is wrapped.
@@ -48,7 +48,8 @@ def wrapped(storage: Storage, **calls: Function | None) -> Any:
 
     Args:
         storage: Storage to wrap, the result's attribute ``inner``.
-        calls: Functions by name, for `Storage` or `Capabilities`; None for a capability that the result lacks.
+        calls: Functions by the names of the methods of `Storage` or capabilities that they replace; None for a
+            capability that the result lacks.
 
     Raises:
         StorageError: a name is unknown, or a method that every storage has is None.
@@ -71,11 +72,12 @@ def wrapped(storage: Storage, **calls: Function | None) -> Any:
 
 
 def around(storage: Storage, wrap: Callable[[str, Function], Function | None], inside: str = "") -> Any:
-    """Return a storage with every method and capability of another one replaced by a function's result.
+    """Return a storage whose methods and capabilities are those of another one, each replaced by `wrap`.
 
     Args:
         storage: Storage to wrap, the result's attribute ``inner``.
-        wrap: Function from a method's name and the method to its replacement; None if the result lacks it.
+        wrap: Function from a method's name and the method to its replacement, or to None for a capability that the
+            result lacks.
         inside: Subfolder of `storage` that the result stands for.
 
     Examples:
@@ -98,9 +100,13 @@ _READERS = 16
 
 @contextmanager
 def listed(storage: Storage, *, deep: bool = True) -> Iterator[Storage]:
-    """Yield a storage that answers from one listing and delays removals; the storage itself if it has no listing.
+    """Yield a view of a storage that answers from one listing of its files, and collects removals.
 
-    Changes by other programs stay unseen until something is written, or until a file turns out to be missing.
+    The removals are executed together, before a file is replaced or listed anew, and when the block ends. Changes by
+    other programs stay unseen until something is written through the view, or until a file turns out to be missing.
+
+    The storage itself is yielded if it can't list all files in few requests, or has empty folders, which a listing
+    lacks.
 
     Args:
         storage: Storage to list.
@@ -125,19 +131,19 @@ def listed(storage: Storage, *, deep: bool = True) -> Iterator[Storage]:
 
 
 def settle(storage: Storage) -> None:
-    """Execute the delayed removals of a listed storage, so that later removals follow them."""
+    """Execute the delayed removals of a storage from `listed` now, so that later changes follow them."""
     if isinstance(storage, Listed):
         storage.remove_all_now()
 
 
 def prefetch(storage: Storage, names: Iterable[str]) -> None:
-    """Let a listed storage read small files concurrently, ahead of their use; other storages do nothing."""
+    """Let a storage from `listed` read small files concurrently, ahead of their use; do nothing for others."""
     if isinstance(storage, Listed):
         storage.prefetch(names)
 
 
 class Listed:
-    """A `Storage` that answers from a listing of another one; its only capabilities concern late requests."""
+    """The view that `listed` yields; its only capabilities are `abort_uploads` and `late_requests`."""
 
     def __init__(self, inner: Storage, deep: bool = True) -> None:
         self.inner, self._deep = inner, deep
@@ -163,7 +169,7 @@ class Listed:
         return self._listing
 
     def _beyond(self, plain: str) -> bool:
-        """Return whether the listing doesn't cover a name: it lies in a subfolder, or is the storage itself."""
+        """Return whether the listing doesn't cover a name: in an unlisted subfolder, or if the storage is one file."""
         if not plain:  # the storage may be a single file; all files that can be opened have a dot in their names
             return not self._entries() and "." in self.where().rpartition("/")[2]
         return "/" in plain and not self._deep

@@ -1,4 +1,4 @@
-"""The dispatch table and the signatures of its rows, the index that formats fill, and the library's own format."""
+"""The dispatch table of formats, the signatures of its functions, an index for formats, and our own format."""
 
 import typing
 

@@ -1,4 +1,4 @@
-"""The actions of formats, and the signature of each as a protocol for a row's function."""
+"""The actions of formats, and for each action a protocol: the signature of its functions in the dispatch table."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ._values import AsyncRequest, Checkpoint, Fields, PendingSave
 
 
 class StrategyAction(Enum):
-    """An action of a format: the first part of a row's key.
+    """An action of a format, such as loading shards; the first part of a key of the dispatch table.
 
     COMMIT and the value "commit" are old names of PUBLISH.
 
@@ -82,16 +82,17 @@ class LoadObjects(Protocol):
 
 
 class LoadMetadata(Protocol):
-    """LOAD_METADATA: return every stored tensor by key, and object by unique key, whole and without data."""
+    """LOAD_METADATA: return all stored tensors by key and objects by unique key, each as a whole and without data."""
 
     def __call__(self, checkpoint: Checkpoint, /) -> Mapping[str, ShardedTensor | ShardedObject]: ...
 
 
 class Parse(Protocol):
-    """PARSE: return the parsed metadata that the format's other rows need; they call `checkpoint.once(parse)`.
+    """PARSE: return the parsed metadata that the format's other rows need; they get it by `checkpoint.once(parse)`.
 
-    If several ranks load together, rank 0 alone calls it, and the others get a copy of the plain data. It is meant for
-    formats whose metadata takes long to read or to parse; without it, each rank reads the metadata itself.
+    If several ranks load together, rank 0 alone parses, and the others get a copy of the result, which must be plain
+    data. The row is meant for formats whose metadata takes long to read or to parse; without it, each rank reads the
+    metadata itself.
     """
 
     def __call__(self, checkpoint: Checkpoint, /) -> Any: ...
@@ -103,7 +104,8 @@ class Copies(NamedTuple):
     Attributes:
         key: Key of the tensor.
         offset: Offset of the box in the tensor.
-        held: (owner, reader) pairs; a reader returns None if the copy is absent.
+        held: (owner, reader) pairs, one for each copy. The owner is a text for messages, such as the name of the copy's
+            file. The reader is a function that returns the copy, or None if it is absent.
     """
 
     key: str
@@ -113,14 +115,14 @@ class Copies(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Resolution:
-    """A collective search by the ranks of a load for facts that a format's metadata lacks.
+    """A collective search for facts that a format's metadata lacks, with a share of the work for each loading rank.
 
     Attributes:
-        find: Function from a share's number and the number of shares to the share's result, as plain data. There is one
-            share for each rank that needs the facts.
-        keep: Function that stores the gathered results of all shares, in order, on this rank; or raises.
-        copies: Function that returns the copies to compare; None if there are none. A load by a single rank skips the
-            search, and compares them as it reads.
+        find: Function from a share's number and the number of shares to the share's result, as plain data. Only ranks
+            that need the facts have a share.
+        keep: Function that stores the results of all shares, in order, on this rank. It may raise.
+        copies: Function that returns the copies to compare; None if there are none. If there are copies, a load by a
+            single rank skips the search, and compares them as it reads.
     """
 
     find: Callable[[int, int], Any]
@@ -129,9 +131,9 @@ class Resolution:
 
 
 class Resolve(Protocol):
-    """RESOLVE: return the search for facts that reading the given keys needs beyond the metadata; None if none.
+    """RESOLVE: return a search for the facts that reading `keys` needs and the metadata lacks; None if it lacks none.
 
-    It is meant for formats with incomplete metadata. The third argument is whether all keys must be listed too.
+    The row is meant for formats with incomplete metadata. `listed` is True if the load also lists all stored keys.
     """
 
     def __call__(self, checkpoint: Checkpoint, keys: Set[str], listed: bool, /) -> Resolution | None: ...
@@ -150,8 +152,8 @@ class SaveSharded(Protocol):
     """SAVE_SHARDED: return the request that writes this rank's share of the shards.
 
     Sharded objects are passed here too if the backend has a LOAD_OBJECTS row, or holds the common state. Otherwise they
-    go to the SAVE_SHARDED row of the common state's backend, if this has a LOAD_OBJECTS row and no PUBLISH row: the
-    shards' backend publishes. If neither can hold objects, the save refuses them.
+    go to the SAVE_SHARDED row of the common state's backend, if this has a LOAD_OBJECTS row and no PUBLISH row (the
+    shards' backend publishes). If neither backend can hold objects, the save refuses them.
     """
 
     def __call__(
@@ -166,10 +168,10 @@ class RemoveSharded(Protocol):
 
 
 class VerifyFiles(Protocol):
-    """VERIFY: return the damaged bytes of a checkpoint, and the bytes without a checksum.
+    """VERIFY: return the findings in a checkpoint: damaged bytes, bytes without a checksum, and checked bytes.
 
-    `checkpoint.options` has the number of threads, and `progress`, which any thread may call. A backend that holds only
-    the objects beside a backend of tensors is called with fields that name it as the backend of the shards.
+    `checkpoint.options` has the number of threads, and `progress`, which any thread may call. If another backend holds
+    the tensors and this one only the objects, `checkpoint.fields` name this one as the backend of the shards.
     """
 
     def __call__(self, checkpoint: Checkpoint, /) -> tuple[Finding, ...]: ...
@@ -204,7 +206,7 @@ class ListFiles(Protocol):
 
 
 class Describe(Protocol):
-    """DESCRIBE: return the traits of the format."""
+    """DESCRIBE: return the format's traits: the facts about its files that the rest of the library needs."""
 
     def __call__(self) -> FormatTraits: ...
 

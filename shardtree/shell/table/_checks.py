@@ -136,7 +136,7 @@ def check_objects_written(unique_keys: Sequence[str], tensor_keys: Collection[st
 
 
 def check_seen(storage: Storage, files: Iterable[tuple[str, int]], writer: str) -> None:
-    """Raise if rank 0 doesn't see files as other ranks wrote them; called before a checkpoint names them.
+    """Raise if rank 0 doesn't see files as other ranks wrote them; call this before an index names the files.
 
     Args:
         storage: Storage of the folder, as rank 0 sees it.

@@ -12,7 +12,7 @@ from ...errors import plural, shorten, size_text
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A part of a stored tensor.
+    """A box of a stored tensor, or a flat range of a box's elements.
 
     Attributes:
         key: Key of the tensor.
@@ -167,7 +167,7 @@ def by_reason(findings: Iterable[Unchecked]) -> dict[str, list[Unchecked]]:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class VerifyReport:
-    """Result of a `verify`: the amounts read and checked, the damage, and the bytes that couldn't be checked.
+    """Result of a `verify`: numbers of bytes read and checked, the damage, and the bytes that couldn't be checked.
 
     Attributes:
         bytes_read: Number of bytes read; files with two kinds of checksums are read twice.

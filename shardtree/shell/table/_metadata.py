@@ -1,4 +1,4 @@
-"""The identity of the checkpoint in a folder: metadata.json, which is written last, and stamps of deciding files."""
+"""The identity of a folder's checkpoint: metadata.json, or the stamp of the files that make it a checkpoint."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _KINDS = {
 
 
 def decode_metadata(data: bytes, where: str) -> dict[str, Any]:
-    """Return the fields of metadata.json.
+    """Return the fields of metadata.json, with defaults for missing backends.
 
     Args:
         data: Content of the file.
@@ -61,7 +61,7 @@ def decode_metadata(data: bytes, where: str) -> dict[str, Any]:
 
 
 def fields_of_backend(backend: str, version: int) -> Fields:
-    """Return the fields of metadata.json for a folder without one whose content is in a single format.
+    """Return the fields that metadata.json would have, for a checkpoint in a single format without that file.
 
     Examples:
         >>> fields_of_backend("zarr", 3)["common_backend"]
@@ -117,6 +117,8 @@ def metadata_bytes(storage: Storage) -> bytes | None:
 def replace_metadata(storage: Storage, before: bytes | None, fields: Mapping[str, Any], *, durable: bool) -> None:
     """Write metadata.json, unless it has changed since the save began.
 
+    `before` is its content at that time, or None if there was no file.
+
     Raises:
         CheckpointReplaced: another save wrote to the folder meanwhile.
         OutcomeUnknown: the store didn't answer and still has the old file, but may take the new one later.
@@ -152,7 +154,7 @@ def _has_arrived(storage: Storage, before: bytes | None, data: bytes) -> bool:
 
 
 def check_unchanged(storage: Storage, before: bytes | None) -> None:
-    """Raise if metadata.json has changed since the save began.
+    """Raise if metadata.json has changed since the save began, when its content was `before` (None for no file).
 
     Raises:
         CheckpointReplaced: another save wrote to the folder meanwhile, or this save was committed already.
@@ -168,16 +170,17 @@ def check_unchanged(storage: Storage, before: bytes | None) -> None:
 
 
 def stamp(storage: Storage, decided_by: Iterable[str]) -> Stamp:
-    """Return the stamp of a folder's checkpoint: name, length and time of each deciding file.
+    """Return the stamp of a folder's checkpoint: name, length and time of the last change of each deciding file.
 
-    It is () on object stores, whose requests may arrive late: looks are slow there, and no folders are exchanged.
+    Deciding files are those that make a folder a checkpoint of its format. Formats without our metadata.json have no
+    hash that identifies a save. Their files have fixed names, so that only lengths and times tell one save from
+    another.
 
-    Formats without our metadata.json have no hash that identifies a save. Their files have fixed names, so that only
-    lengths and times tell one save from another.
+    The stamp is () on object stores (storages with late requests): looks are slow there, and no folders are exchanged.
 
     Args:
         storage: Storage of the folder.
-        decided_by: Patterns of the names of deciding files.
+        decided_by: Patterns of the names of deciding files, as in `FormatTraits.decided_by`.
 
     Examples:
         >>> from shardtree.storage import MemoryStorage
@@ -194,7 +197,7 @@ def stamp(storage: Storage, decided_by: Iterable[str]) -> Stamp:
 
 
 def is_deciding(name: str, decided_by: Iterable[str]) -> bool:
-    """Return whether a file's name is that of a deciding file.
+    """Return whether a file's name matches one of the patterns of deciding files.
 
     Examples:
         >>> is_deciding(".metadata", [".metadata"]), is_deciding("config.json", ["*.safetensors"])
@@ -204,7 +207,7 @@ def is_deciding(name: str, decided_by: Iterable[str]) -> bool:
 
 
 def check_lengths(checkpoint: Checkpoint, files: Iterable[StoredFile]) -> None:
-    """Raise if a file's length differs from the checkpoint's description.
+    """Raise if a file is missing, or has another length than the checkpoint's index says.
 
     Raises:
         CorruptCheckpoint: a file is missing, or has another length.
@@ -219,9 +222,9 @@ def missing_file(checkpoint: Checkpoint, name: str, length: int) -> Exception:
     """Return the error for a file that is missing or has the wrong length.
 
     Args:
-        checkpoint: Checkpoint that describes the file.
+        checkpoint: Checkpoint to which the file belongs.
         name: Name of the file.
-        length: Described length, in bytes.
+        length: Length that the file should have, in bytes.
 
     Raises:
         CheckpointReplaced: a later save replaced the checkpoint.
@@ -240,7 +243,7 @@ def missing_file(checkpoint: Checkpoint, name: str, length: int) -> Exception:
 
 
 def unreplaced(checkpoint: Checkpoint, read: Callable[..., T], *arguments: Any) -> T:
-    """Return a strategy's result for a checkpoint, if no other save replaced the checkpoint meanwhile.
+    """Call a strategy on a checkpoint, and return its result if no other save replaced the checkpoint meanwhile.
 
     Raises:
         CheckpointReplaced: another save replaced the checkpoint; takes precedence over errors of the strategy.
@@ -285,7 +288,7 @@ def check_unreplaced(checkpoint: Checkpoint) -> None:
 
 
 def refuse_replaced(checkpoint: Checkpoint) -> list[str]:
-    """Return the deciding files that were truncated since the checkpoint was opened.
+    """Raise if a later save replaced the checkpoint; return the deciding files that were truncated meanwhile.
 
     Raises:
         CheckpointReplaced: the folder now holds another checkpoint.
@@ -332,13 +335,13 @@ def checked_entry(name: str, data: bytes) -> dict[str, Any]:
 
 
 def checked_name(checkpoint: Checkpoint, field: str) -> str:
-    """Return the name of the file that `read_checked` reads, or metadata.json's name if the field describes no file."""
+    """Return the name of the file that a field of metadata.json describes; if none, metadata.json's own name."""
     entry = checkpoint.fields.get(field)
     return str(entry.get("name")) if isinstance(entry, dict) else METADATA_FILE
 
 
 def read_checked(checkpoint: Checkpoint, field: str) -> tuple[Buffer, str]:
-    """Return content and name of the file that a field of metadata.json describes.
+    """Return content and full path of the file that a field of metadata.json describes, after checking its hash.
 
     Raises:
         CorruptCheckpoint: the file is missing or damaged.
@@ -366,7 +369,10 @@ def read_checked(checkpoint: Checkpoint, field: str) -> tuple[Buffer, str]:
 
 
 def fetch_checked(checkpoint: Checkpoint, *fields: str) -> Checkpoint:
-    """Return the checkpoint, with files of fields read concurrently if reads are requests; unchanged after an error."""
+    """Read the files that fields of metadata.json describe, concurrently, and return the checkpoint with their content.
+
+    The checkpoint is returned unchanged if the storage isn't read by requests, or after an error.
+    """
     names = [field for field in fields if field in checkpoint.fields]
     if can(checkpoint.storage).content is not None:
         with suppress(CheckpointingException):

@@ -146,8 +146,8 @@ def check_alone(storage: Storage, folder: str, *, pauses: Sequence[float] = ()) 
     Args:
         storage: Storage of the checkpoint's folder.
         folder: Name of this save's folder in it.
-        pauses: Seconds to wait between looks, as long as all other saves come later by name: such saves may
-            withdraw by themselves.
+        pauses: Seconds to wait before each further look at the other saves. While all their names come after this
+            one's, it is worth waiting: saves that come later by name withdraw.
 
     Raises:
         StorageError: a process of this machine is running another save.
@@ -189,7 +189,7 @@ _warned_places: set[str] = set()
 
 @contextmanager
 def owned(storage: Storage, folder: str, *, durable: bool, has_note: bool, alone: bool) -> Iterator[None]:
-    """Claim a save's folder for the block; without a note of this process, the folder is made first."""
+    """Claim a save's folder for the block; make the folder and its note first, unless `has_note` is true."""
     own_claim = claim(folder) if has_note else make_save_folder(storage, folder, durable=durable, alone=alone)
     try:
         yield
@@ -202,8 +202,8 @@ def owned(storage: Storage, folder: str, *, durable: bool, has_note: bool, alone
 def alone_in(storage: Storage) -> Iterator[None]:
     """Exclude other saves with files of fixed names during the block, which writes a whole checkpoint.
 
-    This is for functions that write a checkpoint without ranks and requests. Afterwards, files of killed saves are
-    removed.
+    This is for functions that write a checkpoint in a single process, without an `AsyncRequest`. Afterwards, files of
+    killed saves are removed.
 
     Raises:
         StorageError: another save is in progress.
@@ -223,7 +223,7 @@ def alone_in(storage: Storage) -> Iterator[None]:
 
 @contextmanager
 def noted(storage: Storage, folder: str) -> Iterator[None]:
-    """Keep an owner's note in a committed save's folder during the block, on storages with uploads in parts.
+    """Keep a note of this process in a committed save's folder during the block; does nothing except on object stores.
 
     The note stays if the block raises or the process is killed: the next save then aborts the uploads left open.
     """
@@ -263,7 +263,10 @@ def remove_interrupted(storage: Storage, folder: str) -> None:
 
 
 def _was_left(folder: str, name: str, age: float) -> bool:
-    """Return whether an open upload is left from a save: in its folder, or of a fixed name; in a subfolder, if old."""
+    """Return whether an open upload may be aborted as a remainder of an interrupted save.
+
+    It may if its file is in the save's folder, or has a fixed name. In a subfolder, it must also be old.
+    """
     # Deeper names may belong to another checkpoint in a subfolder, whose save may be running.
     return name.startswith(f"{folder}/") or (
         _FIXED_NAME.fullmatch(name) is not None and ("/" not in name or age > _NO_UPLOAD_TAKES)
@@ -290,7 +293,8 @@ def is_orphaned(storage: Storage, folder: str, *, before: float) -> bool:
     Args:
         storage: Storage of the checkpoint's folder.
         folder: Name of the save's folder in it.
-        before: Time, by the storage's clock: if the newest change is older, the save counts as interrupted.
+        before: Time by the storage's clock. If the process can't be seen, a save whose newest change is older counts as
+            interrupted.
     """
     # Age decides only for other machines and containers: a save that waits long for its commit isn't interrupted, and
     # one that was killed a minute ago is.
@@ -320,7 +324,7 @@ def remove_orphaned(storage: Storage, listing: Storage, *, keep: str, before: by
 
     Args:
         storage: Storage of the checkpoint's folder.
-        listing: The same folder, possibly as listed right before the commit.
+        listing: Storage of the same folder, or its view from `listed`, made right before the commit.
         keep: Name of the folder that metadata.json refers to now.
         before: The previous content of metadata.json.
         stale_after: Seconds without a change, by the storage's clock, after which a save counts as interrupted.
@@ -350,7 +354,7 @@ def _was_replaced_before(storage: Storage, listing: Storage, folder: str) -> boo
 
     Args:
         storage: Storage of the checkpoint's folder.
-        listing: The same folder, as listed earlier.
+        listing: Storage of the same folder, or its view from `listed`.
         folder: Name of the save's folder.
     """
     # A save keeps its note until its commit, so a folder without a note was committed, and replaced unless it is the

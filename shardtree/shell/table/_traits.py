@@ -14,14 +14,16 @@ METADATA_FILE = "metadata.json"
 
 
 def seems_whole(storage: Storage, name: str) -> bool:
-    """Return whether a file isn't empty; raise if its name ends in ``.json`` and it isn't JSON.
+    """Return whether a file seems complete, which means that it is not empty.
+
+    A file whose name ends in ``.json`` is also parsed, since truncated JSON is invalid.
 
     Args:
         storage: Folder of the file.
         name: Name of the file.
 
     Raises:
-        CorruptCheckpoint: the file isn't JSON.
+        CorruptCheckpoint: the content of a ``.json`` file isn't JSON.
 
     Examples:
         >>> from shardtree.storage import MemoryStorage
@@ -38,7 +40,9 @@ def seems_whole(storage: Storage, name: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class FormatTraits:
-    """The traits of a format, as its DESCRIBE row returns them; the defaults hold for a format without such a row.
+    """The traits of a format, which its DESCRIBE row returns; a format without this row has the defaults.
+
+    Names in capitals, such as DESCRIBE, are actions: members of `StrategyAction`.
 
     Attributes:
         decided_by: Patterns (as in `fnmatch`) of the names of the deciding files: these make a folder a checkpoint of
@@ -48,19 +52,19 @@ class FormatTraits:
         cuts_chunks: Condition under which reading part of a stored chunk costs only that part's bytes, so that ranks
             that read for each other may divide the chunk. "always"; "unchecked": if no checksums are compared, since
             these cover whole chunks; "never": chunks are decoded whole, or LOAD_SHARDED takes no flat ranges.
-        fills_devices: Whether LOAD_SHARDED can fill memory on any device with staged copies, such as CUDA. Otherwise
-            shards on devices are loaded into the host's memory first.
-        is_guess: Whether RECOGNIZE accepts any file of its kind, whatever its purpose; formats with an index of their
-            own are tried first.
+        fills_devices: Whether LOAD_SHARDED can fill tensors on a device such as CUDA, part by part. Otherwise shards on
+            devices are first loaded into the host's memory.
+        is_guess: Whether RECOGNIZE accepts any file of a common type, such as a lone safetensors file, whatever wrote
+            it. All other formats are tried first.
         shares_files: Whether several ranks write parts of the same file. On a storage that takes only whole files, one
             rank must then hold each tensor whole.
         writes_common: Whether SAVE_SHARDED writes some of the common state into the tensors' files, so that these
             depend on it: a conversion is resumed only with the same common state.
         manifest: Name of a file that another program may have written beside such a checkpoint, with the hashes of all
             other files; empty if there is none. `verify` reads it, and saves refuse folders with an old manifest.
-        is_whole: Function from a folder and the name of a deciding file to whether the file is complete rather than
-            truncated. If a deciding file changed and is complete, a later save replaced the checkpoint. The function
-            may raise CheckpointingException for a truncated file.
+        is_whole: Function that takes a folder and the name of a deciding file, and returns whether the file is
+            complete; for a truncated file, it returns False or raises CheckpointingException. A deciding file that has
+            changed and is complete means that a later save replaced the checkpoint.
 
     Examples:
         >>> FormatTraits(decided_by=("catalog.json",)).fills_devices

@@ -78,7 +78,7 @@ class ReadCache:
     """Memoised results of reading an open checkpoint, by function; never evicted.
 
     Args:
-        results: Results to begin with, by function.
+        results: Initial results, by function.
     """
 
     __slots__ = ("results",)
@@ -87,7 +87,7 @@ class ReadCache:
         self.results = dict(results or {})
 
     def adding(self, read: Callable[[Checkpoint], T], result: T) -> ReadCache:
-        """Return a cache with a further result."""
+        """Return a new cache that also has the result of `read`."""
         return ReadCache({**self.results, read: result})
 
 
@@ -101,8 +101,8 @@ class Checkpoint:
         world: Ranks that read it together.
         options: Options for reading it.
         cache: Memoised results of formats' reads, such as the parsed index.
-        fetched: Content and name of prefetched and checked files, by the field of metadata.json that names them.
-        stamp: Stamp of the deciding files, which changes once another checkpoint replaces this one.
+        fetched: (content, path or URL) of files that were prefetched and checked, by their field of metadata.json.
+        stamp: Lengths and times of the deciding files, which show whether a later save has replaced the checkpoint.
         traits: Combined traits of its formats.
     """
 
@@ -181,12 +181,12 @@ class SaveOptions:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Replaced:
-    """A checkpoint whose folder a save will exchange for the folder that it writes.
+    """A checkpoint that a save replaces by exchanging the checkpoint's folder with a new one beside it.
 
     Attributes:
-        storage: Storage of the folder: old files before the exchange, new files after it.
-        sibling: Folder beside that folder, which the save writes.
-        stamp: Stamp of the old checkpoint.
+        storage: Storage of the checkpoint's folder; it has the old files before the exchange, the new ones afterwards.
+        sibling: New folder, into which the save writes before the exchange.
+        stamp: Lengths and times of the old checkpoint's deciding files.
     """
 
     storage: Storage
@@ -205,12 +205,12 @@ class PendingSave:
         before: Content of metadata.json when the save began; None if there was none.
         options: Options for writing it.
         layout: Columns of all ranks' shards; None if the ranks didn't exchange them.
-        replaced: Checkpoint that the folder replaces by an exchange; None if there is no exchange.
+        replaced: Checkpoint whose folder is exchanged with the written one; None if there is no exchange.
         overwrite: Whether the caller allows a checkpoint to be replaced.
         common: Common state with holes in place of shards, for SAVE_SHARDED rows of formats that store some of it in
             the tensors' files (`FormatTraits.writes_common`); None if the caller didn't pass it.
-        state: State of the request from SAVE_SHARDED, for the format's PUBLISH and SAVE_COMMON rows. SAVE_SHARDED
-            itself gets None, or the previous rank's state if one process plays several ranks.
+        state: `AsyncRequest.state` of the request that SAVE_SHARDED returned, for PUBLISH and SAVE_COMMON of the same
+            format. SAVE_SHARDED itself gets None, or the previous rank's state if one process plays several ranks.
     """
 
     storage: Storage
@@ -226,13 +226,13 @@ class PendingSave:
 
     @property
     def destination(self) -> Storage:
-        """The folder that will hold the checkpoint: `storage`, or the folder that it replaces."""
+        """Storage of the folder that will hold the checkpoint: `storage`, or the folder that an exchange replaces."""
         return self.storage if self.replaced is None else self.replaced.storage
 
 
 @dataclass(slots=True, eq=False)
 class Outcome:
-    """Result of a save on this rank, shared by a request and those derived from it.
+    """Result of a save on this rank; a request and its copies, such as those of `add_finalize_fn`, share it.
 
     Attributes:
         fields: Fields of metadata.json, once the save is committed and finalized.
@@ -267,7 +267,7 @@ class AsyncRequest(Generic[T]):
             on that rank only, unless there are `finalize_fns`.
         outcome: Result of the save.
         state: Value of any class that SAVE_SHARDED passes to the format's later rows of the same save.
-        removes_saves: Whether `clean_up` removes the folders of interrupted saves, and the note in its own folder.
+        removes_saves: Whether `clean_up` removes interrupted saves' folders, and the note that names this save's owner.
         publish: Function that rank 0 calls last, with the fields from `index`, to make the folder a checkpoint.
             Formats leave the default: their PUBLISH row or metadata.json does this.
     """
@@ -299,7 +299,7 @@ class AsyncRequest(Generic[T]):
         return replace(self, finalize_fns=(*self.finalize_fns, fn))
 
     def commit(self, results: Sequence[T]) -> Fields:
-        """Index and publish the results of all ranks, and return the fields of metadata.json; on rank 0 only."""
+        """Write the index from all ranks' results, publish, and return the fields of metadata.json; on rank 0 only."""
         fields = self.index(results)
         self.publish(fields)
         return fields
@@ -321,8 +321,8 @@ class AsyncRequest(Generic[T]):
         calls return or raise the same, and aren't collective.
 
         Raises:
-            CheckpointingException: this save failed. If an earlier save of the queue failed, the error's notes name it:
-                then call this again.
+            CheckpointingException: this save failed, or an earlier one of the queue. The error's notes name the earlier
+                one; call this again to get this save's own result.
             WorldError: another thread uses the queue, or the process was forked.
 
         Examples:
@@ -354,7 +354,7 @@ class AsyncRequest(Generic[T]):
             written: Function that returns the result of `async_fn` on this rank, or raises its error.
 
         Raises:
-            CheckpointingException: some rank failed, as in `execute_sync`.
+            CheckpointingException: some rank failed; see `execute_sync`.
         """
         try:
             fields = self._finish(written)

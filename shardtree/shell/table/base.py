@@ -31,7 +31,7 @@ ENTRY_POINT_GROUP = "shardtree.strategies"
 
 
 class StrategyTable(Mapping[Row, Strategy]):
-    """A read-only dispatch table; ``|`` makes a new one. Printed as a grid of actions and backends.
+    """A read-only dispatch table; ``|`` makes a new one, and ``print`` shows a grid of actions and backends.
 
     Args:
         rows: Mapping from (action, backend, version) to a function; it isn't copied. A function of our own formats may
@@ -54,7 +54,7 @@ class StrategyTable(Mapping[Row, Strategy]):
         self._rows = _checked_rows(rows)
 
     def __getitem__(self, row: Row) -> Strategy:
-        """Return the function of a row."""
+        """Return the function of a row, after importing it if the table has only its import path."""
         strategy = self._rows[row]
         return _function_at(strategy) if isinstance(strategy, str) else strategy
 
@@ -155,8 +155,8 @@ def register_default_strategy(
     """Register a function for a row of this process's table; also a decorator.
 
     Args:
-        action: A `StrategyAction`, whose protocol is the function's signature; or the caller's own action, a member of
-            an Enum with a string as its value.
+        action: A `StrategyAction`, whose protocol (such as `LoadCommon`) is the function's signature; or an action of
+            the caller's own, a member of any Enum with a string as its value.
         backend: Name of the format.
         version: Version of the format.
         strategy: The function; None if this is used as a decorator.
@@ -192,7 +192,7 @@ def register_default_strategy(
 def get_default_strategy(action: Enum, backend: str, version: int, *, strategies: Strategies | None = None) -> Strategy:
     """Return the function of a row.
 
-    If the process's table lacks the row, entry points of installed packages are loaded once.
+    If the table lacks the row, the entry points of installed packages are loaded, once in a process.
 
     Args:
         action: Action of the row.
@@ -210,14 +210,14 @@ def get_default_strategy(action: Enum, backend: str, version: int, *, strategies
         ...
         shardtree.errors.StrategyError: no strategy for save_sharded with backend 'punch cards', version 1
           save_sharded exists for ('safetensors', 1)
-          Install the package that brings this backend, register_default_strategy a function, or pass strategies=.
+          Install this backend's package, or pass a function to register_default_strategy or in strategies=.
     """
     row = _checked_row(action, backend, version)
     strategy = find_strategy(*row, strategies=strategies)
     if strategy is None:
         have = ", ".join(map(repr, formats_with(action, strategies=strategies)))
         errors = packages().errors
-        fix = "Install the package that brings this backend, register_default_strategy a function, or pass strategies=."
+        fix = "Install this backend's package, or pass a function to register_default_strategy or in strategies=."
         offenders = [f"{action.value} exists for {have or 'no backend'}", *errors]
         error = StrategyError(error_text(f"no strategy for {_row_text(row)}", offenders=offenders, fix=fix))
         raise error from next(iter(errors.values()), None)
@@ -264,7 +264,7 @@ def traits_of(backend: str, version: int, strategies: Strategies | None = None) 
 
 
 def deciding_files(strategies: Strategies | None = None) -> tuple[str, ...]:
-    """Return the patterns of all formats' deciding files.
+    """Return the name patterns of the deciding files of all formats, which make a folder a checkpoint.
 
     Examples:
         >>> ".metadata" in deciding_files()
@@ -275,7 +275,7 @@ def deciding_files(strategies: Strategies | None = None) -> tuple[str, ...]:
 
 
 def manifests(strategies: Strategies | None = None) -> tuple[str, ...]:
-    """Return the names of all formats' manifests.
+    """Return the names of all formats' manifests: files in which other programs store the hashes of a checkpoint.
 
     Examples:
         >>> manifests()
@@ -313,7 +313,7 @@ def _all_traits(strategies: Strategies | None) -> list[FormatTraits]:
 
 
 def table_of(strategies: Strategies | None) -> Strategies:
-    """Return the dispatch table that an argument stands for; None stands for the process's.
+    """Return the dispatch table that a caller passed, after a check, or the process's table for None.
 
     Raises:
         StrategyError: the argument isn't a dispatch table.
@@ -331,11 +331,11 @@ def table_of(strategies: Strategies | None) -> Strategies:
 
 @dataclass(frozen=True, slots=True)
 class Packages:
-    """Formats from entry points of installed packages.
+    """Formats that installed packages register through entry points.
 
     Attributes:
         rows: Rows that the entry points registered while they were loaded.
-        errors: Errors of entry points that can't be loaded, by a text that names the entry point and the reason.
+        errors: Exceptions of entry points that can't be loaded, by a text that names the entry point and the reason.
     """
 
     rows: Strategies
@@ -344,7 +344,10 @@ class Packages:
 
 @cache
 def packages() -> Packages:
-    """Return the formats of installed packages, loaded once; failures are warned of, and named in later errors."""
+    """Load the entry points of installed packages, once in a process, and return the formats that they register.
+
+    Failures cause a warning, and are named in the errors about missing rows.
+    """
     before = set(default_strategies)
     errors: dict[str, Exception] = {}
     # This runs only if a format isn't ours, so that a package that isn't needed can't slow down or break a program.

@@ -1,4 +1,4 @@
-"""The world whose ranks are processes of torch.distributed, and the default world of a call."""
+"""The world whose ranks are processes of torch.distributed, and the choice of a call's world."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _VALUE, _BYTES = 0, 1  # tags that keep messages and exchanges apart
 
 
 class DistributedWorld(World):
-    """The members of the caller's process group, which coordinate through a gloo group with the same ranks."""
+    """A world of the members of the caller's process group; they communicate through a gloo group of their own."""
 
     __slots__ = ("_caller_ref", "_group_ref", "_head")
 
@@ -141,7 +141,7 @@ class DistributedWorld(World):
         return exchange
 
     def _exchange_frames(self, group: Gloo, mine: torch.Tensor) -> list[torch.Tensor]:
-        """Return every rank's frame, by rank."""
+        """Send this rank's frame (see `_frame`) to all ranks, and return every rank's frame, by rank."""
         heads = [self._empty_frame() for _ in range(self.size)]
         wait_for_all(group, group.allgather(heads, mine[: self._head]), self.timeout)
         frames = [mine if rank == self.rank else self._empty_frame(head) for rank, head in enumerate(heads)]
@@ -154,7 +154,7 @@ class DistributedWorld(World):
         return frames
 
     def _exchange_pieces(self, group: Gloo, mine: list[bytes]) -> list[memoryview]:
-        """Return the pieces that the ranks sent to this one, by rank."""
+        """Send ``mine[i]`` to rank i, and return the bytes that each rank sent to this one, by rank."""
         sizes = torch.tensor([len(piece) for piece in mine], dtype=torch.int64, device="cpu")
         incoming_sizes = torch.empty_like(sizes)
         wait_for_all(group, group.alltoall_base(incoming_sizes, sizes, [], []), self.timeout)
@@ -165,14 +165,18 @@ class DistributedWorld(World):
         return [piece.numpy().data for piece in torch.split(incoming, splits)]
 
     def _frame(self, data: bytes) -> torch.Tensor:
-        """Return a value's frame as uint8, at least as long as a head."""
+        """Return the frame of a pickled value: length and pickle, padded to at least the size of a head, as uint8."""
         frame = bytearray(max(self._head, _LENGTH + len(data)))
         frame[:_LENGTH] = len(data).to_bytes(_LENGTH, "little")
         frame[_LENGTH : _LENGTH + len(data)] = data
         return torch.frombuffer(frame, dtype=torch.uint8)
 
     def _empty_frame(self, head: torch.Tensor | None = None) -> torch.Tensor:
-        """Return a frame to receive into: an empty head, or the given head followed by uninitialised bytes."""
+        """Return memory for receiving a frame: its head first, and the whole frame once the head has arrived.
+
+        Args:
+            head: Received head, which the result begins with; None if it is still to be received.
+        """
         if head is None:
             return torch.zeros(self._head, dtype=torch.uint8, device="cpu")
         frame = torch.empty(max(self._head, _LENGTH + _length(head)), dtype=torch.uint8, device="cpu")
@@ -184,7 +188,12 @@ class DistributedWorld(World):
 
     @contextmanager
     def _backend_errors(self, what: str, peers: Iterable[int] | None = None) -> Iterator[Gloo]:
-        """Yield the group, and turn the backend's exceptions into WorldErrors that name the absent peers."""
+        """Yield the gloo group, and turn the backend's exceptions into WorldErrors that name the absent peers.
+
+        Args:
+            what: Name of the collective, for the error.
+            peers: Ranks that take part in the call; None for all.
+        """
         group = self._group_ref()
         if group is None:
             raise WorldError(error_text(f"{what}: the process group of rank {self.rank} was destroyed"))
@@ -207,15 +216,15 @@ def distributed(
 ) -> World:
     """Return the world of a process group.
 
-    The first call makes a gloo group with the same members and this timeout, and keeps it, whatever the group's own
-    backend and timeout: coordination never touches an accelerator's memory. Every member must call this. Ranks are
-    numbered as in the group.
+    The first call makes a gloo group with the same members, which later calls use again. So coordination never touches
+    an accelerator's memory, whatever the backend of the caller's group. Every member must call this. Ranks are numbered
+    as in the group.
 
     Args:
         group: Process group that contains this process; None for the default one.
         timeout: Seconds after which a silent peer counts as dead, equal on every member.
-        purpose: Name of a separate gloo group, so that a thread (an asynchronous save) can coordinate while others use
-            the group; None for the common one.
+        purpose: Name of a separate gloo group, so that a thread, such as that of an asynchronous save, can coordinate
+            while others use the common gloo group; None for that group.
 
     Raises:
         WorldError: torch.distributed isn't initialised, or this process isn't in the group.
@@ -225,7 +234,7 @@ def distributed(
 
 
 def _backends(group: torch.distributed.ProcessGroup) -> dict[str, str]:
-    """Return the names of a group's backends by type of device."""
+    """Return the names of a process group's backends, by device type."""
     import torch.distributed as dist
 
     pairs = (part.split(":") for part in dist.get_backend_config(group).split(","))
@@ -233,9 +242,9 @@ def _backends(group: torch.distributed.ProcessGroup) -> dict[str, str]:
 
 
 def group_exchange(group: torch.distributed.ProcessGroup, kind: str) -> Exchange:
-    """Return an `exchange` through the group's own backend; nccl, for one, sends from device to device.
+    """Return a function like `World.exchange` for buffers on devices, which uses the group's own backend, such as nccl.
 
-    Like all work on a device, it may continue after the call returns; work that is queued later waits for it.
+    Like all work on a device, an exchange may continue after the call returns; work that is queued later waits for it.
 
     Args:
         group: Process group with a backend for devices of type `kind`; every member must call the returned function.
@@ -271,7 +280,7 @@ def _read(what: str, frame: torch.Tensor) -> Any:
 
 
 def current_world(world: World | torch.distributed.ProcessGroup | None = None, *, purpose: str | None = None) -> World:
-    """Return the world that the caller passed, or the one that this process is in.
+    """Return the world of a call: the one that the caller passed, or the default.
 
     Args:
         world: A world, which is returned unchanged; a process group of torch.distributed; or None, for the default

@@ -37,9 +37,14 @@ def is_initialised() -> bool:
 
 
 def coordination_group(group: torch.distributed.ProcessGroup, timeout: float, purpose: str | None) -> Gloo:
-    """Return a gloo group with the members of a group.
+    """Return a gloo group with the members of a process group.
 
-    It is made when all members first request it, or request a longer timeout, and kept as long as the group.
+    It is made by the first call of all members, or the first with a longer timeout, and lives as long as `group`.
+
+    Args:
+        group: Process group of the caller.
+        timeout: Seconds after which the gloo group's calls give up; the result may have a longer timeout.
+        purpose: Name of the use, since each has a gloo group of its own; None for the common one.
 
     Raises:
         WorldError: the gloo group can't be made.
@@ -56,7 +61,7 @@ def coordination_group(group: torch.distributed.ProcessGroup, timeout: float, pu
 
 
 def member_of(group: torch.distributed.ProcessGroup | None) -> torch.distributed.ProcessGroup:
-    """Return the group, or the default one for None; raise if this process isn't a member."""
+    """Return a process group, or the default one for None; raise if this process is not a member."""
     import torch.distributed as dist
 
     if not is_initialised():
@@ -97,10 +102,10 @@ def _make(group: torch.distributed.ProcessGroup, timeout: float, purpose: str | 
 
 
 def wait_for_all(group: Gloo, work: torch.distributed.Work, timeout: float) -> None:
-    """Wait for a collective, or until another rank has given up.
+    """Wait until a collective is complete, or until another rank has stopped waiting.
 
-    In a ring, only the neighbours of a dead rank notice at once. The others would wait for the full timeout, and be
-    taken for absent.
+    In gloo's rings, only the neighbours of a dead rank notice at once. Without this, the other ranks would wait for the
+    full timeout, and the neighbours' errors would name them as absent.
 
     Raises:
         RuntimeError: the collective failed or timed out, or another rank gave up.
@@ -122,13 +127,19 @@ def wait_for_all(group: Gloo, work: torch.distributed.Work, timeout: float) -> N
 
 
 def _another_gave_up(group: Gloo) -> bool:
-    """Return whether another rank has given up more often than this one."""
+    """Return whether another rank has given up a collective for which this rank still waits.
+
+    Each rank counts the collectives that it has given up; the counts are compared.
+    """
     store = _stores.get(group)
     return store is not None and store.check([f"gave up {store.add(f'gave up: {group.rank()}', 0) + 1} times"])
 
 
 def absent_ranks(group: Gloo, peers: Iterable[int], timeout: float) -> list[int]:
-    """Mark that this rank gives up, and return the peers that don't give up in the grace time; empty if unknown."""
+    """Record that this rank stopped waiting, and return the absent peers: those that do not soon record the same.
+
+    Peers that wait too record it within about `_GRACE` seconds. The result is empty if the records can't be read.
+    """
     store = _stores.get(group)
     if store is None:
         return []

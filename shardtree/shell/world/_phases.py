@@ -87,9 +87,9 @@ class step:  # noqa: N801  as `contextlib.suppress` is: one writes `with step(..
 
 
 def tried(fn: Callable[[], T]) -> Callable[[], T]:
-    """Call a function now, and return a function that returns its result, or raises its error, when called once.
+    """Call a function now, and return a function that returns its result or raises its error; it may be called once.
 
-    It serves work before a phase: called inside the phase, the returned function reports an error to the other ranks.
+    For work before a phase: if the phase calls the returned function, an error of the work reaches all ranks.
 
     Examples:
         >>> from shardtree.shell.world import tried
@@ -158,7 +158,7 @@ def gather(
 ) -> list[T]:
     """Run a function on every rank, and return all results, by rank, after it succeeded everywhere; one all-gather.
 
-    The list contains this rank's own result itself, and copies of the others.
+    The list contains this rank's result itself, and copies of the other ranks' results.
 
     Raises:
         RemoteError: see `agree`; a result that can't be pickled is a failure too.
@@ -240,11 +240,11 @@ def on_rank_zero(
 ) -> T:
     """Run a function on rank 0 only, and return its result on every rank.
 
-    If `given` isn't None, another collective compares it first.
+    If `given` is passed, another collective compares it first.
 
     Raises:
-        WorldError: on every rank, if the ranks have different arguments; as `agree`.
-        RemoteError: on every rank, if the function failed or its result can't be pickled; as `agree`.
+        WorldError: on every rank, if the ranks have different arguments; see `agree`.
+        RemoteError: on every rank, if the function failed or its result can't be pickled; see `agree`.
 
     Examples:
         >>> from shardtree.shell.world import on_rank_zero
@@ -263,12 +263,12 @@ def on_one_rank(world: World, phase: str, fn: Callable[[], T], *, rank: int, ste
     Args:
         world: Ranks that take part.
         phase: Name of the phase, for errors.
-        fn: Function as for `agree`.
-        rank: Rank that runs it, equal on every rank.
-        steps: Names of the steps, as for `agree`.
+        fn: Function without arguments, which must not call a collective or start a phase.
+        rank: Rank that runs the function, equal on every rank.
+        steps: Names of the steps in fn, in order.
 
     Raises:
-        RemoteError: on every rank, if the function failed or its result can't be pickled; as `agree`.
+        RemoteError: on every rank, if the function failed or its result can't be pickled; see `agree`.
 
     Examples:
         >>> from shardtree.shell.world import on_one_rank
@@ -288,7 +288,7 @@ def on_one_rank(world: World, phase: str, fn: Callable[[], T], *, rank: int, ste
 
 
 def _run_and_broadcast(world: World, phase: str, fn: Callable[[], T], steps: Sequence[str]) -> T:
-    """Return a function's result, and broadcast it, or its failure, to every rank."""
+    """Run a function on this rank, broadcast its result or failure to the others, and return the result or raise."""
     try:
         value = fn()
         data = pack(phase, value)
@@ -301,14 +301,14 @@ def _run_and_broadcast(world: World, phase: str, fn: Callable[[], T], steps: Seq
 
 
 def _failures(world: World, rank: int, failure: _Failure | None) -> list[_Failure | None]:
-    """Return a list of failures by rank, for a phase in which a single rank ran."""
+    """Return a list of all ranks' failures, in which only `rank` may have one."""
     return [failure if other == rank else None for other in range(world.size)]
 
 
 def _gather_outcomes(
     world: World, outcome: _Outcome, error: BaseException | None, steps: Sequence[str], root: int | None = None
 ) -> list[_Outcome]:
-    """Return every rank's outcome, with results on the root only if there is one; raise if a rank failed."""
+    """Gather every rank's outcome; raise if a rank failed. With a `root`, results are sent only to that rank."""
     if root is None:
         outcomes = world.all_gather(outcome)
     else:
@@ -323,7 +323,7 @@ def _texts(given: Given | None) -> Mapping[str, str] | None:
 
 
 def _text(value: object) -> str:
-    """Return a value as text, shortened with a digest if it is long; lists look like the equivalent tuples."""
+    """Return a value's repr, for comparison between ranks; a list becomes a tuple, a long repr is cut with a digest."""
     text = repr(tuple(value) if isinstance(value, list) else value)
     return text if len(text) <= _LONG else f"{text[:_LONG]}... ({blake2b(text.encode(), digest_size=8).hexdigest()})"
 
@@ -386,7 +386,7 @@ def _public_attributes(error: BaseException) -> dict[str, Any]:
 
 
 def _packed_attributes(error: BaseException) -> dict[str, bytes]:
-    """Return an exception's attributes, pickled, without those that can't be pickled or exceed the limit."""
+    """Return an exception's public attributes, pickled, without those that can't be pickled or exceed the limit."""
     attributes: dict[str, bytes] = {}
     for name, value in _public_attributes(error).items():
         with suppress(UnsupportedValue):

@@ -53,17 +53,17 @@ class World(ABC):
         """
 
     def gather(self, value: T, brief: T, root: int = 0) -> list[T]:
-        """Return every rank's value, by rank, on rank ``root``; other ranks may get the brief values instead.
+        """Return every rank's value, by rank, on rank ``root``; on others, values may be replaced by their `brief`.
 
         This default gives every rank all values. Worlds should override it if their transport can send to one rank.
 
         Args:
-            value: Value for the root.
-            brief: Substitute for the other ranks, if the value is long.
+            value: Value of this rank, for the root.
+            brief: Short substitute for a long value, which the other ranks get.
             root: Rank that gets all values, equal on every rank.
 
         Raises:
-            WorldError, UnsupportedValue: as `all_gather`.
+            WorldError, UnsupportedValue: see `all_gather`.
         """
         self.check_rank("gather", root)
         return self.all_gather(value)
@@ -100,7 +100,7 @@ class World(ABC):
 
         Args:
             outgoing: Bytes for each peer, uint8 (bytes,), contiguous, in the CPU's memory.
-            incoming: Buffer for each peer's bytes, of the same type; its length must be the number of bytes sent.
+            incoming: Buffer for each peer's bytes, of the same dtype and layout, and as long as the bytes sent.
 
         Raises:
             WorldError: a buffer is of another type or a peer is this rank (nothing is sent then); a peer is silent; or
@@ -119,7 +119,7 @@ class World(ABC):
             np.copyto(incoming[rank].numpy(), data)
 
     def device_exchange(self, kind: str) -> Exchange | None:
-        """Return the counterpart of `exchange` for buffers on devices of a type; None if the world has none.
+        """Return a function like `exchange` for buffers on devices of one type; None if the world doesn't support them.
 
         Every rank must call the returned function the same number of times, even without buffers.
 
@@ -142,7 +142,7 @@ class World(ABC):
             raise WorldError(error_text(f"{what}: rank {rank} cannot exchange messages with itself"))
 
     def check_buffers(self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor]) -> None:
-        """Raise unless peers are other ranks of the world and buffers contiguous bytes in the CPU's memory."""
+        """Raise unless all peers are other ranks of the world and all buffers are contiguous bytes on the CPU."""
         for peer, buffer in (*outgoing.items(), *incoming.items()):
             self.check_peer("exchange", peer)
             plain = buffer.is_cpu and buffer.dtype == torch.uint8 and buffer.ndim == 1 and buffer.is_contiguous()
@@ -187,7 +187,11 @@ def pack(what: str, value: object) -> bytes:
 
 
 def unpack(what: str, data: bytes | bytearray | memoryview) -> Any:
-    """Return the value in pickled bytes.
+    """Rebuild a value from the bytes that `pack` returned.
+
+    Args:
+        what: Name of the collective, for the error.
+        data: Pickled value.
 
     Raises:
         WorldError: the value's class can't be imported or rebuilt here.
@@ -208,7 +212,7 @@ def unpack(what: str, data: bytes | bytearray | memoryview) -> Any:
 
 
 class OneProcess(World):
-    """A world of a single rank, in which every collective is the identity."""
+    """A world of a single rank, in which collectives return the rank's own values."""
 
     __slots__ = ()
 

@@ -1,4 +1,4 @@
-"""Steps 5 and 6 of a save: each rank writes its part; rank 0 indexes all parts and publishes the checkpoint."""
+"""Steps 5 and 6 of a save: each rank writes its files; rank 0 writes the index and publishes the checkpoint."""
 
 from __future__ import annotations
 
@@ -49,20 +49,22 @@ logger = logging.getLogger("shardtree")
 
 @dataclass(slots=True, eq=False)
 class Saver:
-    """A rank's part of a save: it writes, and on rank 0 indexes and publishes; or it is abandoned.
+    """One rank's share of a running save, from the first write to the clean-up, or until it is abandoned.
+
+    Every rank calls `write`; only rank 0 calls `index` and `publish`.
 
     Attributes:
-        pending: The save, as formats get it.
+        pending: Description of the save that the formats' functions get: its storage, name, ranks and options.
         formats: The formats of the shards and of the common state.
-        steps: The formats' steps of the save.
+        steps: Functions and requests of the formats, which write the shards, the indexes and the common state.
         claim: Claim that marks this save as alive; on rank 0 only.
-        folder: The destination's own folder, unless a sibling replaces it; on rank 0 only.
+        folder: Folder made at the destination, which `write` syncs; None on other ranks, and if none needs a sync.
         has_run: Whether `write` was called before.
         has_written: Whether `write` has begun to write, and its files haven't been removed since.
-        common: Function that waits for a concurrent write of the common state and returns its fields; None if there is
-            none.
-        look: Function that waits for a concurrent look for another checkpoint, begun by `index` for `publish`; None if
-            there is none.
+        common: Function that waits for the thread in which `write` writes the common state, and returns the state's
+            fields of metadata.json; None without such a thread.
+        look: Function for `publish` that raises if another checkpoint has appeared at the destination. `index` begins
+            the search, in a thread if it takes network requests. None if no search was begun.
     """
 
     pending: PendingSave
@@ -76,7 +78,7 @@ class Saver:
     look: Callable[[], None] | None = None
 
     def request(self) -> AsyncRequest[Any]:
-        """Return the request of this rank's part; nothing is done yet."""
+        """Return the request that performs this rank's share of the save; nothing is written yet."""
         requests = self.steps.requests
         return AsyncRequest(
             world=self.pending.world,
@@ -91,7 +93,7 @@ class Saver:
         )
 
     def write(self) -> tuple[Any, ...]:
-        """Write this rank's files without a collective, and return the results of the formats' requests."""
+        """Write this rank's files without a collective, and return one result for each request of `steps`."""
         pending, steps, alone = self.pending, self.steps, not self.formats.in_save_folder
         is_conditional = can(pending.storage).replace_if is not None
         # A committed request must not run again: its files are the checkpoint by then. If publishing is conditional,
@@ -122,7 +124,7 @@ class Saver:
         return results
 
     def _claim_again(self, *, alone: bool) -> None:
-        """Make the folder again if the request of an abandoned save runs once more."""
+        """Make the folder and its claim again if the request runs once more after the save was abandoned."""
         pending, durable = self.pending, self.pending.options.durable
         if pending.replaced is not None:
             check_same(pending.replaced, self.formats.strategies)
@@ -133,10 +135,10 @@ class Saver:
         self.claim = make_save_folder(pending.storage, pending.save_id, durable=durable, alone=alone)
 
     def index(self, results: Sequence[tuple[Any, ...]]) -> Fields:
-        """Write the indexes and the common state, and return the fields of metadata.json; on rank 0.
+        """Write the formats' indexes and the common state, and return the fields of metadata.json; on rank 0.
 
         Args:
-            results: The results of `write`, by rank.
+            results: Results of `write`, one tuple for each rank.
         """
         pending, look = self.pending, partial(_check_no_other, self.pending, self.formats.strategies)
         if self.steps.publish is not None:
@@ -212,7 +214,7 @@ class Saver:
                 end(pending)
 
     def clean_up(self) -> None:
-        """Remove obsolete files after the commit, and report to the caller."""
+        """Remove obsolete files after the commit, and call the function `SaveOptions.report`."""
         requests = self.steps.requests
         clean_up(self.pending, self.formats.strategies, removes_saves=any(item.removes_saves for item in requests))
         for request in requests:
@@ -220,7 +222,7 @@ class Saver:
         self._report()  # last, since cleaning up syncs folders too
 
     def _report(self) -> None:
-        """Report the file system's refusals to this rank to the caller; the log has them already."""
+        """Call `SaveOptions.report`, if any, with the requests that the file system refused to this rank."""
         pending = self.pending
         replaced = () if pending.replaced is None else (pending.replaced.storage,)
         report = SaveReport(take_refusals(pending.storage, *replaced))
@@ -234,7 +236,7 @@ class Saver:
 
 
 def _check_no_other(pending: PendingSave, strategies: Strategies | None) -> None:
-    """Raise if another checkpoint has appeared since the save began, with or without metadata.json."""
+    """Raise if a checkpoint has appeared at the destination since the save began, with or without metadata.json."""
     look = partial(is_recognized, pending.storage, strategies)
     is_there = beside(pending.storage, look) if pending.before is None else bool
     with _lost_to_another(pending):
@@ -246,7 +248,10 @@ def _check_no_other(pending: PendingSave, strategies: Strategies | None) -> None
 
 @contextmanager
 def _lost_to_another(pending: PendingSave) -> Iterator[None]:
-    """Turn CheckpointReplaced into AlreadyACheckpoint for a save that may not replace checkpoints."""
+    """Turn CheckpointReplaced into AlreadyACheckpoint for a save that may not replace checkpoints.
+
+    On storages without conditional writes the error stays as it is.
+    """
     try:
         yield
     except CheckpointReplaced as error:
@@ -264,7 +269,7 @@ def _abandon_all(requests: Sequence[AsyncRequest[Any]]) -> None:
 
 @contextmanager
 def _keeping_others_away(pending: PendingSave) -> Iterator[None]:
-    """Exclude other saves during the block; raise if another save began after rank 0 abandoned this one."""
+    """Exclude other saves during the block; raise if one is in progress and this process lacks its own claim."""
     with nullcontext() if pending.world.rank == 0 else locked(pending.storage):
         if not is_claimed(pending.save_id):
             check_alone(pending.storage, pending.save_id)
@@ -272,9 +277,9 @@ def _keeping_others_away(pending: PendingSave) -> Iterator[None]:
 
 
 class _UseCheck:
-    """Shared by all copies of a request: warns if it is garbage-collected before the save is run or abandoned.
+    """A flag that all copies of a request share; warns if it is garbage-collected before one is run or abandoned.
 
-    Nothing is removed then, since other ranks may be writing.
+    The warning removes no files, since other ranks may be writing.
     """
 
     def __init__(self, where: str) -> None:

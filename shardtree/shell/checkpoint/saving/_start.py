@@ -88,16 +88,19 @@ def folder_at(where: Directory) -> Storage:
 
 
 def begin(save: Save, storage: Storage, undo: ExitStack) -> Save:
-    """Make the save's folder, and return the save with `pending` and its claim; on rank 0.
+    """Inspect the destination and make the save's folder; on rank 0.
 
     Args:
         save: The save, with the backends of its formats.
         storage: The destination.
         undo: Stack that gets callbacks which remove the folder if it is still empty.
 
+    Returns:
+        The save with `start`, `pending`, `claim` and `folder` set.
+
     Raises:
         AlreadyACheckpoint: the destination holds a checkpoint that may not be replaced.
-        StrategyError: a checkpoint should be replaced as a whole, and can't be.
+        StrategyError: the existing checkpoint can be replaced only as a whole folder, which isn't possible here.
         StorageError: the folder can't be made, or belongs to another program.
     """
     save_id = new_save_id()
@@ -123,13 +126,17 @@ def begin(save: Save, storage: Storage, undo: ExitStack) -> Save:
 
 
 def inspect_folder(storage: Storage, formats: Formats, *, overwrite: bool, save_id: str | None = None) -> Start:
-    """Return the state of a save's destination before the save's folder is made; changes nothing.
+    """Inspect a save's destination before the save's folder is made; changes nothing.
 
     Args:
         storage: The destination.
         formats: The formats, with their backends.
         overwrite: Whether an existing checkpoint may be replaced.
-        save_id: The save's name; None for a new one.
+        save_id: The save's name; None to make one up.
+
+    Returns:
+        Three values: the save's name; the content of the metadata.json that the save will replace, or None; the stamp
+        of the checkpoint that must be replaced as a whole folder, or None.
 
     Raises:
         AlreadyACheckpoint: the destination holds a checkpoint, and `overwrite` is False.
@@ -164,12 +171,15 @@ def inspect_folder(storage: Storage, formats: Formats, *, overwrite: bool, save_
 
 
 def beside(storage: Storage, look: Callable[[], T]) -> Callable[[], T]:
-    """Return a function that returns the result of `look`; if `look` takes a request, it begins now, in a thread."""
+    """Start `look` in a thread if the storage is reached by requests; return a function that returns the result.
+
+    On other storages, the returned function calls `look`.
+    """
     return look if can(storage).entries is None else Task(look).result
 
 
 def is_recognized(storage: Storage, strategies: Strategies | None) -> bool:
-    """Return whether any format recognises a folder without a metadata.json."""
+    """Return whether any format recognises a checkpoint in a folder that has no metadata.json."""
     # Recognition looks at many names and imports formats, so it is skipped for folders that hold nothing but saves.
     if can(storage).entries is None and all(map(is_save_folder, storage.names())):
         return False
@@ -177,10 +187,10 @@ def is_recognized(storage: Storage, strategies: Strategies | None) -> bool:
 
 
 def pending_save(start: Start, storage: Storage, world: World, options: SaveOptions) -> PendingSave:
-    """Return the pending save on this rank; its folder is made separately.
+    """Return this rank's description of the save, from rank 0's findings `start`; the folder is made separately.
 
     Raises:
-        StrategyError: a checkpoint should be replaced as a whole, and the storage can't exchange two folders.
+        StrategyError: a checkpoint must be replaced as a whole folder, and the storage can't exchange two folders.
     """
     save_id, before, old = start
     if old is None:
@@ -190,7 +200,7 @@ def pending_save(start: Start, storage: Storage, world: World, options: SaveOpti
 
 
 def pending_here(save: Save) -> PendingSave:
-    """Return the pending save that rank 0 began, after checking that this rank sees rank 0's folder.
+    """Return this rank's description of the save that rank 0 began; raise if it doesn't see rank 0's folder.
 
     Raises:
         StorageError: this rank doesn't see the folder.
@@ -206,17 +216,21 @@ def pending_here(save: Save) -> PendingSave:
 
 
 def make_folder(pending: PendingSave, formats: Formats, undo: ExitStack) -> tuple[Claim, NewFolder | None]:
-    """Make a save's folder; return its claim and the destination's folder (None if a sibling replaces it); on rank 0.
+    """Make a save's folder; on rank 0.
 
-    Rank 0 syncs the destination's folder after its own writes, since all other ranks would wait for a sync here.
+    The new folder at the destination isn't synced here, since all other ranks would wait for that: rank 0 syncs it
+    after its own writes.
 
     Args:
         pending: The save.
-        formats: Its formats.
+        formats: Formats of the save, with their backends.
         undo: Stack that gets callbacks which remove the new folders if they are still empty.
 
+    Returns:
+        The save's claim, and the folder made at the destination; None for a folder that a sibling will replace.
+
     Raises:
-        StrategyError: a checkpoint should be replaced as a whole, and can't be.
+        StrategyError: the existing checkpoint can be replaced only as a whole folder, which isn't possible here.
         StorageError: the folder can't be made, or another save to it is in progress.
     """
     durable, folder = pending.options.durable, None
@@ -236,7 +250,7 @@ def make_folder(pending: PendingSave, formats: Formats, undo: ExitStack) -> tupl
 
 
 def end(pending: PendingSave) -> None:
-    """End the claim of a save of this process, and remove its folder if it is empty. Never raises."""
+    """End the claim of a save of this process, and remove its empty folder or its unused sibling. Never raises."""
     release(pending.save_id)
     storage = pending.destination
     try:
@@ -250,9 +264,10 @@ def end(pending: PendingSave) -> None:
 
 
 def _goes_with_metadata(before: bytes | None, strategies: Strategies | None) -> bool:
-    """Return whether replacing metadata.json replaces the whole checkpoint, since its files are in its save's folder.
+    """Return whether replacing metadata.json replaces the whole checkpoint, so that no folders need be exchanged.
 
-    This is assumed of formats that don't list their files, and of an unreadable metadata.json.
+    It does if all files of the old checkpoint are in its save's folder, which the new metadata.json no longer names.
+    This is assumed if a format doesn't list its files, or if metadata.json is damaged.
     """
     try:
         fields = decode_metadata(before, METADATA_FILE) if before is not None else None

@@ -1,4 +1,4 @@
-"""A running save: the values that the steps of `save` fill in."""
+"""The state of a running save, which the steps of `save` fill in."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ of the checkpoint that is replaced as a whole, if any."""
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TreeParts:
-    """A tree, taken apart for saving.
+    """A tree, split into the values that are saved in different ways.
 
     Attributes:
-        tensors: The tensor shards, factories applied.
+        tensors: The tensor shards, including those that factories built.
         objects: The sharded objects.
         common: Everything else, with holes in place of shards and nonpersistent objects.
-        unions: For each dict in which ranks have different keys, by its path: the keys that all ranks have; empty
-            unless the common state is the union of ranks' states.
+        unions: Union of all ranks' keys, by the path of each dict in which ranks have different keys. Empty unless the
+            common state is the union of the ranks' states.
     """
 
     tensors: tuple[ShardedTensor, ...]
@@ -40,7 +40,7 @@ class TreeParts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Save:
-    """A running save from the view of one rank: the arguments of `save`; from `parts` on, values that later steps add.
+    """The state of a running save on one rank: the arguments of `save` and, from `parts` on, results of its steps.
 
     Attributes:
         world: The ranks that save together.
@@ -52,13 +52,13 @@ class Save:
         overwrite: Whether an existing checkpoint may be replaced.
         layout: All ranks' shards, if the caller passed them.
         is_async: Whether the request is returned instead of run.
-        parts: This rank's tree, taken apart; step 3 may replace the common state by the union.
-        known: The caller's layout, matched with this rank's shards.
+        parts: This rank's tree, split; step 3 may replace its common state by the union of all ranks' states.
+        known: The caller's layout, matched with this rank's shards; None without a layout.
         descriptions: All ranks' descriptions of their shards, by rank; empty if ranks don't compare them.
         start: The state of the destination that rank 0 found.
-        pending: The save that rank 0 has begun; None on other ranks until step 4.
+        pending: Description of the save for formats' functions, once rank 0 has begun it; set on other ranks in step 4.
         claim: Claim that marks this save as alive; on rank 0 only.
-        folder: The destination's own folder, unless a sibling replaces it; on rank 0 only.
+        folder: Folder made at the destination, on rank 0; None on other ranks, and if none needs a sync.
     """
 
     world: World

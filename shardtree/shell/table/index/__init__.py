@@ -1,4 +1,7 @@
-"""The index: what is in a checkpoint and where, in columns. Formats fill it; loads plan on it."""
+"""The index of a checkpoint: all tensors, objects and files, and the location of each value, in numpy columns.
+
+Formats build an index from their metadata; loads are planned on it.
+"""
 
 import typing
 

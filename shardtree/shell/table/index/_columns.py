@@ -1,6 +1,7 @@
-"""The global index in columns: tensors, their chunks, files and offsets; text columns, and lookups.
+"""The index of a checkpoint in numpy columns: tensors, their chunks, objects and files; text columns, and lookups.
 
-A checkpoint may have a million chunks. Columns are views of the file's bytes, so that no object is made for a row.
+A checkpoint may have a million chunks, so the columns are views of the index file's bytes, without a Python object for
+each chunk.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ Bytes = NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Index:
-    """The index of a checkpoint: everything but the elements. Texts are concatenated in UTF-8, with their offsets.
+    """The index of a checkpoint: keys, shapes, dtypes and locations of all stored values.
+
+    A chunk is a box of a tensor, or a flat range of a box, in consecutive bytes of a file. Tensors, objects, dtypes and
+    files are referred to by number, their position in the columns. Texts are concatenated in UTF-8, with their offsets.
 
     Attributes:
         key_text: Keys of the tensors, sorted, uint8 (characters,).
@@ -100,12 +104,12 @@ class Index:
         return texts(self.file_text, self.file_start)
 
     def columns(self) -> dict[str, NDArray[Any]]:
-        """Return the columns by their names, contiguous."""
+        """Return the columns as contiguous arrays, by name, without those that are None."""
         columns = {name: getattr(self, name) for name in ALL_COLUMNS}
         return {name: np.ascontiguousarray(column) for name, column in columns.items() if column is not None}
 
     def find_keys(self, keys: Sequence[str]) -> list[int]:
-        """Return the number of each tensor, -1 for missing ones."""
+        """Return the number of each key's tensor, -1 for missing ones."""
         return find_texts(self.key_text, self.key_start, keys)
 
     def find_objects(self, unique_keys: Sequence[str]) -> list[int]:
@@ -113,13 +117,13 @@ class Index:
         return find_texts(self.object_text, self.object_start, unique_keys)
 
     def file(self, number: int) -> StoredFile:
-        """Return a data file of the checkpoint, with its block hashes."""
+        """Return the name, length and block hashes of a data file, given its number."""
         hashes = self.block_hash[self.file_block[number] : self.file_block[number + 1]]
         name, length = text_at(self.file_text, self.file_start, number), int(self.file_length[number])
         return StoredFile(name, length, hashes if hashes.size else None)
 
     def kind(self, number: int) -> TensorKind:
-        """Return the kind of a stored tensor.
+        """Return the dtype and shape of a stored tensor, given its number.
 
         Raises:
             UnsupportedValue: this torch lacks the tensor's dtype; other tensors can be read.
@@ -134,7 +138,7 @@ class Index:
             raise UnsupportedValue(f"open: {key!r} can't be read, other tensors can: {error}") from None
 
     def kinds(self, numbers: Sequence[int]) -> list[TensorKind]:
-        """Return the kinds of several stored tensors.
+        """Return the dtypes and shapes of several stored tensors, given their numbers.
 
         Raises:
             UnsupportedValue: this torch lacks a tensor's dtype.
@@ -159,7 +163,7 @@ COLUMNS = tuple(name for name in ALL_COLUMNS if name != "x_fingerprint")
 
 
 def text_columns(texts: Sequence[str]) -> tuple[Bytes, Column]:
-    """Return the concatenated UTF-8 of texts, and the offset of each text.
+    """Return a text column: the concatenated UTF-8 of texts, and each text's offset, followed by the total length.
 
     Examples:
         >>> text, start = text_columns(["ab", "c"])
@@ -173,7 +177,7 @@ def text_columns(texts: Sequence[str]) -> tuple[Bytes, Column]:
 
 
 def text_at(text: Bytes, start: Column, number: int) -> str:
-    """Return a single text of a text column.
+    """Return a single text of a text column (see `text_columns`), given its number.
 
     Examples:
         >>> text_at(*text_columns(["ab", "c"]), 1)
@@ -183,7 +187,7 @@ def text_at(text: Bytes, start: Column, number: int) -> str:
 
 
 def texts(text: Bytes, start: Column) -> list[str]:
-    """Return all texts of a text column.
+    """Return all texts of a text column (see `text_columns`).
 
     Examples:
         >>> texts(*text_columns(["ab", "c"]))
@@ -233,7 +237,13 @@ def ascend(text: Bytes, start: Column) -> bool:
 
 
 def _words_at(words: NDArray[Any], at: Column, left: Column) -> NDArray[np.uint64]:
-    """Return the eight bytes at each offset as a number, with zeros for bytes beyond the `left` remaining ones."""
+    """Return eight bytes of each text as a big-endian number, with zeros beyond the end of the text.
+
+    Args:
+        words: Number made of the eight bytes at each offset of the text column.
+        at: Offset in the text column at which each text is read.
+        left: Number of bytes from there to the end of the text; may be negative.
+    """
     if left.min(initial=8) >= 8:
         return words[at].astype(np.uint64)
     word = words[np.minimum(at, words.size - 1)].astype(np.uint64)
@@ -242,9 +252,9 @@ def _words_at(words: NDArray[Any], at: Column, left: Column) -> NDArray[np.uint6
 
 
 def find_texts(text: Bytes, start: Column, names: Sequence[str]) -> list[int]:
-    """Return the numbers of texts in a sorted text column, -1 for missing ones.
+    """Return the position of each name in a sorted text column, -1 for missing ones.
 
-    Few texts are looked up by bisection, so that finding one key in a million needs no pass over all of them.
+    A few names are looked up by bisection, so that finding one key in a million needs no pass over all of them.
 
     Examples:
         >>> find_texts(*text_columns(["ab", "c"]), ["c", "x"])
@@ -298,12 +308,12 @@ def _readable(name: str) -> torch.dtype:
 
 
 def stored_alike(index: Index, numbers: Column, kinds: Sequence[TensorKind]) -> bool:
-    """Return whether tensors are stored with the expected global shapes and dtypes, by comparing columns.
+    """Return whether all tensors are stored with the expected global shapes and dtypes.
 
     Args:
         index: Index of the checkpoint.
         numbers: Numbers of the tensors in the index, -1 for missing ones, int64 (tensors,).
-        kinds: Expected kind of each tensor; prepended axes aren't compared.
+        kinds: Expected dtype and shape of each tensor; prepended axes aren't compared.
     """
     if (numbers < 0).any():
         return False
@@ -321,11 +331,12 @@ def stored_alike(index: Index, numbers: Column, kinds: Sequence[TensorKind]) -> 
 
 
 def chunks_of(index: Index, numbers: Column) -> StoredChunks:
-    """Return the stored chunks of tensors.
+    """Return the stored chunks of the given tensors.
 
     Args:
         index: Index of the checkpoint.
-        numbers: Distinct numbers of the tensors in the index, int64 (tensors,); the result numbers tensors by position.
+        numbers: Distinct numbers of the tensors in the index, int64 (tensors,). The result's `key` column has positions
+            in `numbers`.
     """
     first = np.searchsorted(index.chunk_key, numbers, side="left")
     count = np.searchsorted(index.chunk_key, numbers, side="right") - first
@@ -344,21 +355,21 @@ def chunks_of(index: Index, numbers: Column) -> StoredChunks:
 
 
 def _rows_of(first: Column, count: Column) -> Column | slice:
-    """Return the rows of several ranges, as a slice if they are adjacent, since indexing by a slice copies nothing."""
+    """Return the integers in ranges of `count` from `first`; if they are adjacent, as a slice, which copies nothing."""
     if first.size and (first[1:] == first[:-1] + count[:-1]).all():
         return slice(int(first[0]), int(first[-1] + count[-1]))
     return span_numbers(first, count)[1]
 
 
 def whole_shard(index: Index, number: int, key: str) -> ShardedTensor:
-    """Return a whole stored tensor as a shard without data."""
+    """Return a stored tensor as a `ShardedTensor` that covers it whole, without data."""
     kind = index.kind(number)
     (shard,) = whole_tensors([key], [kind.dtype], [kind.global_shape])
     return shard
 
 
 def whole_shards(index: Index) -> Iterator[ShardedTensor]:
-    """Yield each whole stored tensor as a shard without data, made a few at a time.
+    """Yield each stored tensor as a `ShardedTensor` that covers it whole, without data; made a few at a time.
 
     Raises:
         UnsupportedValue: this torch lacks a tensor's dtype; raised after the tensors before it.
@@ -375,7 +386,7 @@ def whole_shards(index: Index) -> Iterator[ShardedTensor]:
 
 
 def _shapes(index: Index, rows: Column) -> list[tuple[int, ...]]:
-    """Return the global shapes of tensors by their rows."""
+    """Return the global shapes of tensors, given their numbers."""
     axes = index.key_shape.shape[1]
     # Columns are converted one by one, since a list for each row would keep the garbage collector busy.
     shapes = list(zip(*index.key_shape[rows].T.tolist(), strict=True))

@@ -1,4 +1,4 @@
-"""Construction of the index from shards and their places, its file, and checks of an index that was read."""
+"""Construction of an index from shards and their locations, its file, and checks of an index that was read."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def build_index(
     files: Sequence[StoredFile],
     objects: Sequence[ObjectRow] = (),
 ) -> Index:
-    """Return the index of stored shards and objects.
+    """Build the index of a checkpoint from its shards, objects and files.
 
     Args:
         columns: Columns of the shards, in any order; their ranks are ignored.
-        file: Number of each shard's file, int64 (shards,).
+        file: Position of each shard's file in `files`, int64 (shards,).
         byte: Offset of each shard in its file, int64 (shards,).
-        files: Files, with block hashes if they have any.
-        objects: Rows of the objects, in any order.
+        files: Data files, with block hashes if they have any.
+        objects: (unique key, position in `files`, offset, length) of each object, in any order.
 
     Examples:
         >>> import torch, shardtree as st
@@ -174,7 +174,7 @@ _ROWS = 2**14
 
 
 def sound_index(columns: Mapping[str, Any], what: str) -> Index:
-    """Check a file's columns, and return their index; names that aren't in `Index.columns` are ignored.
+    """Check the columns of an index file, and return them as an `Index`; columns of unknown names are ignored.
 
     Raises:
         CorruptCheckpoint: Columns are missing, or contradict each other.
@@ -194,15 +194,15 @@ def sound_index(columns: Mapping[str, Any], what: str) -> Index:
 
 
 def unsound_index(what: str, found: str) -> CorruptCheckpoint:
-    """Return the error for an invalid index."""
+    """Return the error for an invalid index in the file `what`."""
     fix = "The file was damaged or made by another program; load another checkpoint."
     return CorruptCheckpoint(error_text(f"open: the index {what!r} is invalid", found=found, fix=fix))
 
 
 def index_problem(index: Index) -> str | None:
-    """Return a description of an index's first problem; None if loads can be planned without further checks.
+    """Return a description of the first problem in an index; None if loads can be planned without further checks.
 
-    Formats check themselves whether all blocks have the hashes that they need.
+    Missing block hashes are no problem here: each format decides whether it needs them.
     """
     # The order matters: each check relies on the checks before it.
     return (
@@ -216,7 +216,7 @@ def index_problem(index: Index) -> str | None:
 
 
 def _in_parts(check: Callable[[slice], str | None], rows: int) -> str | None:
-    """Check all rows, a limited number at a time, and return the first problem, or None if there is none."""
+    """Check slices of at most `_ROWS` rows, in several threads; return the first problem, or None."""
     problems = in_threads(check, (slice(first, min(first + _ROWS, rows)) for first in range(0, rows, _ROWS)))
     return next(filter(None, problems), None)
 
@@ -279,7 +279,7 @@ def _ascend(text: Bytes, start: Column) -> bool:
 
 
 def _with_next(rows: int) -> list[slice]:
-    """Return slices of rows that overlap by one row, so that neighbours across slices are compared too."""
+    """Return slices of rows that overlap by one row, so that every row is also compared with the next one."""
     return [slice(first, min(first + _ROWS + 1, rows)) for first in range(0, rows, _ROWS)]
 
 
@@ -349,7 +349,7 @@ def _places_of(index: Index, size_of_dtype: Column, rows: slice) -> str | None:
 
 
 def shared_bytes_problem(index: Index) -> str | None:
-    """Return a problem if chunks or objects share bytes of a file, or if a file is listed twice; None if not."""
+    """Describe the problem if chunks or objects share bytes of a file, or a file is listed twice; else return None."""
     # No save shares bytes; the check also prevents that a small file becomes gigabytes of tensors. Names are compared
     # by their parts, since "a//b" is the same file as "a/b".
     if len({"/".join(PurePosixPath(name).parts) for name in index.file_names()}) != index.file_length.size:
@@ -365,7 +365,7 @@ def shared_bytes_problem(index: Index) -> str | None:
 
 
 def overlap(file_length: Column, file: Column, begin: Column, length: Column) -> bool:
-    """Return whether any byte ranges of files overlap; each range lies in its file, int64 (ranges,) each.
+    """Return whether byte ranges overlap, given each one's `file`, `begin` and `length`; each lies inside its file.
 
     Examples:
         >>> ten, zero = np.array([10, 10]), np.array([0, 0])
@@ -391,7 +391,7 @@ def _outside(index: Index, file: Any, byte: Any, length: Any) -> bool:
 
 
 def blocks_problem(index: Index) -> str | None:
-    """Return a problem with the number of blocks of an index's files, or None if there is none."""
+    """Describe the problem if a file has some block hashes, but not one for each block; else return None."""
     blocks = np.diff(index.file_block)
     # Files that several ranks wrote have no hashes, since no rank saw all bytes of a block; nor have files without
     # checksums.

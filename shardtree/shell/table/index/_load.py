@@ -1,4 +1,4 @@
-"""Loads planned on an index, which read only the needed bytes, straight into the targets' memory; and their cost."""
+"""Loads of files that an index describes, and their cost. Only the needed bytes are read, into the targets' memory."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ RUN_BYTES = 4 * 1024 * 1024
 
 
 class FileRun(NamedTuple):
-    """A stored box that is a contiguous byte range of a file.
+    """A contiguous byte range of a file that holds exactly one box.
 
     Attributes:
         file: Number of the file.
@@ -49,13 +49,13 @@ class FileRun(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TensorLookup:
-    """The index's entry of a tensor, looked up before a box of it is read.
+    """Facts that the index has about a tensor, looked up before a box of it is read.
 
     Attributes:
         kind: Dtype and shape.
         first: Number of the tensor's first chunk.
         last: One past the number of its last chunk.
-        chunk: The only chunk of the tensor; None if there are several.
+        chunk: The only chunk of the tensor; None if there are several, or if it is a flat range.
     """
 
     kind: TensorKind
@@ -66,14 +66,14 @@ class TensorLookup:
 
 @dataclass(frozen=True, slots=True)
 class StoredChunk:
-    """A chunk that holds a whole box.
+    """A stored chunk that is a whole box rather than a flat range.
 
     Attributes:
         offset: Offset of the box along each axis.
         shape: Shape of the box.
         number: Number of the chunk's file.
         file: The chunk's file.
-        byte: Offset of the chunk in the file, in bytes.
+        byte: Offset of the chunk in the file.
     """
 
     offset: tuple[int, ...]
@@ -109,12 +109,14 @@ def _chunk_at(index: Index, row: int, axes: int) -> StoredChunk | None:
 
 
 def single_run(index: Index, shard: ShardedTensor, find: Find | None = None) -> tuple[StoredFile, FileRun] | None:
-    """Return file and byte range of a requested box if it is contiguous in one chunk of a fitting tensor, or else None.
+    """Return the file and the byte range of a requested box if it is contiguous in a single stored chunk.
+
+    The result is None if it is not, if the shard is a flat range, or if it does not fit the stored tensor.
 
     Args:
         index: Index of the stored tensors.
         shard: Requested shard.
-        find: Function that looks tensors up in the index.
+        find: Function that looks a key up in the index, such as a memoised one; None for a plain lookup.
     """
     tensor = (find or partial(_stored_tensor, index))(shard.key)
     if tensor is None or shard.flattened_range is not None:
@@ -138,7 +140,7 @@ def single_run(index: Index, shard: ShardedTensor, find: Find | None = None) -> 
 
 
 def _first_element(chunk: StoredChunk, offset: tuple[int, ...], box: tuple[int, ...]) -> int | None:
-    """Return the element offset of a box in a chunk if it is a contiguous part of the chunk, or else None."""
+    """Return the offset in elements of a box in a chunk, or None if the box is not a contiguous part of the chunk."""
     # If a box is longer than 1 along an axis, it must be whole along all later axes.
     element, is_long = 0, False
     for axis, size in enumerate(box):
@@ -151,7 +153,7 @@ def _first_element(chunk: StoredChunk, offset: tuple[int, ...], box: tuple[int, 
 
 
 def _only_chunk(index: Index, first: int, last: int, offset: tuple[int, ...], box: tuple[int, ...]) -> int | None:
-    """Return the only chunk of a tensor that intersects a box, or None if several or no chunks do."""
+    """Return the number of the chunk, from `first` up to `last`, that intersects a box; None if several or none do."""
     axes = index.chunk_shape.shape[1] - len(box)
     begin, end = (columns[first:last, axes:] for columns in (index.chunk_offset, index.chunk_shape))
     meets = ((begin < np.add(offset, box)) & (begin + end > offset)).all(axis=1)
@@ -160,7 +162,7 @@ def _only_chunk(index: Index, first: int, last: int, offset: tuple[int, ...], bo
 
 
 def run_plan(run: FileRun) -> LoadPlan:
-    """Return the plan that reads a run into the first target."""
+    """Return the plan for loading a single shard from one byte range."""
     file, byte, length = (np.array([number], dtype=np.int64) for number in run)
     zero: Column = np.zeros(1, dtype=np.int64)
     return plans.runs_plan(plans.Runs(file, byte, zero, zero, length))
@@ -170,9 +172,10 @@ def run_plan(run: FileRun) -> LoadPlan:
 
 
 def load_from_index(checkpoint: Checkpoint, index: Index, shards: Sequence[ShardedTensor]) -> ReadReport:
-    """Fill each shard's data in place, a contiguous tensor on the CPU or a device with staged copies; return a report.
+    """Fill each shard's data in place, and return a report of the bytes read.
 
-    This is the LOAD_SHARDED row of every format whose chunks are row-major bytes in files.
+    The data must be contiguous tensors on the CPU or on a device with staged copies, such as CUDA. This is the
+    LOAD_SHARDED row of every format whose chunks are row-major bytes in files.
 
     Raises:
         KeyMismatch: a key isn't stored.
@@ -201,7 +204,7 @@ def _finder_of(checkpoint: Checkpoint, index: Index) -> Find:
 
 
 class _Newest:
-    """The index that the last read used, and the function that looks tensors up in it."""
+    """The index from which a checkpoint was last read, and a memoised lookup of tensors in it."""
 
     __slots__ = ("find", "index")
 
@@ -216,13 +219,18 @@ def plan_shards(
     columns: ShardColumns,
     gaps: Mapping[str, str] = MappingProxyType({}),
 ) -> LoadPlan:
-    """Return the plan that fills shards from a checkpoint, after checking that they fit.
+    """Return the plan that fills shards from stored chunks, after comparing keys, shapes and dtypes.
 
     Args:
         index: Index of the stored tensors.
         shards: Requested shards.
-        columns: The same shards as columns.
-        gaps: Reasons why elements of a tensor have no values, by the tensor's key.
+        columns: Requested shards as columns, from `shard_columns`.
+        gaps: Reasons why some elements of a tensor aren't stored, by key; the error about them gives these reasons.
+
+    Raises:
+        KeyMismatch: a key isn't stored.
+        ShapeError: a tensor is stored with another global shape or dtype, or without some requested elements.
+        IntegrityError: stored chunks of a tensor overlap.
     """
     if len(shards) == 1 and (run := single_run(index, shards[0])) is not None:
         return run_plan(run[1])
@@ -247,7 +255,14 @@ def plan_shards(
 def _misfits(
     index: Index, shards: Sequence[ShardedTensor], *, cast: bool, refusals: Mapping[str, str]
 ) -> tuple[dict[str, TensorKind], list[plans.Misfit]]:
-    """Return the stored kinds of shards' tensors, by key, and the misfits: missing keys, other shapes or dtypes."""
+    """Compare shards with the stored tensors; return dtypes and shapes of the stored ones by key, and the misfits.
+
+    Args:
+        index: Index of the stored tensors.
+        shards: Requested shards.
+        cast: Whether shards may have other dtypes than the stored tensors.
+        refusals: Reasons why tensors can't be loaded at all, by key; each is a misfit.
+    """
     keys = sorted({shard.key for shard in shards})
     numbers = {key: number for key, number in zip(keys, index.find_keys(keys), strict=True) if number >= 0}
     kinds = dict(zip(numbers, index.kinds([*numbers.values()]), strict=True))
@@ -301,7 +316,7 @@ def explain_from_index(
         checkpoint: Checkpoint that would be loaded.
         metadata: Metadata of the checkpoint.
         shards: Requested shards; their data is ignored.
-        cast: Whether dtypes are converted.
+        cast: Whether the load converts dtypes, so that a shard's dtype may differ from the stored one.
     """
     keys = {shard.key for shard in shards}
     base = metadata if isinstance(metadata, IndexMetadata) else metadata.stored
@@ -344,7 +359,16 @@ def stored_columns(
     start: Column | None = None,
     stop: Column | None = None,
 ) -> ShardColumns:
-    """Return stored chunks as the columns of shards; whole boxes, unless flat ranges are passed."""
+    """Return stored chunks as `ShardColumns`, as if all were main replicas of rank 0.
+
+    Args:
+        kinds: Dtype and shape of each tensor, by key, in sorted order.
+        key: Position of each chunk's tensor in `kinds`, int64 (chunks,).
+        offset: Offsets of the chunks' boxes, right-aligned, int64 (chunks, axes).
+        shape: Shapes of the chunks' boxes, right-aligned, int64 (chunks, axes).
+        start: First element of each flat range, -1 for a whole box, int64 (chunks,); None if all are whole boxes.
+        stop: One past the last element of each flat range, like `start`.
+    """
     whole = np.full(len(key), -1, dtype=np.int64)
     return ShardColumns(
         tuple(kinds),

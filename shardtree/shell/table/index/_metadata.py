@@ -1,4 +1,4 @@
-"""The stored tensors and objects of an index, as a mapping whose values are made on access."""
+"""The tensors and objects that an index lists, as a mapping whose values are made on access."""
 
 from __future__ import annotations
 
@@ -53,22 +53,25 @@ class PairValues(ValuesView[Value]):
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class IndexMetadata(PairsMapping[ShardedTensor | ShardedObject]):
-    """Stored tensors by key and objects by unique key, whole and without data, made on access.
+    """Metadata of a checkpoint with an index: stored tensors by key and objects by unique key, without data.
+
+    Each tensor is one shard that covers it whole. Values are made on access.
 
     Attributes:
         index: Index on which loads are planned.
-        on_files: Function that returns the index with the files of the folder, if `index` has virtual files; None if
-            it has none.
-        untaken: Reasons why stored values can't be loaded and aren't listed, by key or name.
-        refused: Function from a load's shards to the reasons why some can't be loaded, by key; None if the reasons
-            don't depend on the shards.
-        uncompared: Function from a load's keys to the optimizer states among them that could be compared (masters with
-            weights), but won't be.
-        cost: Function from shards in their stored dtypes, and the plan of their bytes on the index, to the cost of a
-            load; None if that is the plan's own cost.
-        gaps: Reasons why elements of a tensor have no values, by the tensor's key.
-        files: Function that returns the minimum length of each file that must exist; None if the index lists the files.
-        unproven: Reasons why a tensor may be larger than its files say, by key.
+        on_files: Function that returns an index of the folder's real files, if `index` locates chunks in virtual files;
+            None if its files are real.
+        untaken: Reasons why stored values that aren't listed here can't be loaded, by key or name.
+        refused: Function that takes the shards of a load, and returns the reasons why some can't be loaded, by key;
+            None if `untaken` has all reasons.
+        uncompared: Function that takes the keys of a load, and returns those of optimizer states whose master weights
+            could be compared with the weights, but will not be.
+        cost: Function that returns the cost of a load. It takes the shards, in their stored dtypes, and their plan on
+            `index`. None if the plan alone determines the cost.
+        gaps: Reasons why some elements of a tensor aren't stored, by key.
+        files: Function that returns the minimum length of each file that must exist, by name; None if the index lists
+            all files.
+        unproven: Reasons why a tensor may be larger than the existing files show, by key.
     """
 
     index: Index
@@ -83,7 +86,7 @@ class IndexMetadata(PairsMapping[ShardedTensor | ShardedObject]):
 
     @property
     def shown(self) -> Index:
-        """The index of chunks in the folder's files, for people."""
+        """The index with the folder's real files, for display."""
         return self.index if self.on_files is None else self.on_files()
 
     def needed_files(self) -> Mapping[str, int]:
@@ -130,7 +133,7 @@ class IndexMetadata(PairsMapping[ShardedTensor | ShardedObject]):
         return chain(tensors, ((name, ShardedObject.empty_from_unique_key(name)) for name in names))
 
     def kinds(self, keys: Sequence[str]) -> dict[str, TensorKind]:
-        """Return the kinds of the stored tensors among the given keys, by key."""
+        """Return the dtype and shape of each given key that is a stored tensor, by key."""
         numbers = self.index.find_keys(keys)
         number_of = {key: number for key, number in zip(keys, numbers, strict=True) if number >= 0}
         return dict(zip(number_of, self.index.kinds(list(number_of.values())), strict=True))
@@ -144,14 +147,16 @@ class IndexMetadata(PairsMapping[ShardedTensor | ShardedObject]):
         return {_key_of(name) for name in self.index.object_names()}
 
     def objects(self, keys: Collection[str]) -> list[ShardedObject]:
-        """Return all cells of the arrays of objects with the given keys."""
+        """Return all objects, without data, that belong to the arrays of objects with the given keys."""
         names = self.index.object_names()
         return [ShardedObject.empty_from_unique_key(name) for name in names if _key_of(name) in keys]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeferredMetadata(Mapping[str, ShardedTensor | ShardedObject]):
-    """Stored tensors and objects whose final names need further reads, deferred until an unknown name is looked up.
+    """Metadata of a checkpoint whose tensors and objects get their final names from further reads.
+
+    The reads are deferred until a name is looked up that is not a name in the files.
 
     Attributes:
         stored: Tensors and objects under their names in the files.
@@ -174,7 +179,7 @@ class DeferredMetadata(Mapping[str, ShardedTensor | ShardedObject]):
         return iter(self.whole())
 
     def __len__(self) -> int:
-        """Return the number of tensors and objects, each counted once."""
+        """Return the number of tensors and objects under their final names."""
         return len(self.whole())
 
     def of(self, names: Iterable[str]) -> IndexMetadata:
@@ -190,7 +195,7 @@ def stored_keys(metadata: Mapping[str, ShardedTensor | ShardedObject]) -> set[st
 
 
 def stored_kinds(metadata: Mapping[str, ShardedTensor | ShardedObject], keys: Sequence[str]) -> dict[str, TensorKind]:
-    """Return the kinds of the tensors that a checkpoint's metadata contains, by key."""
+    """Return the dtype and shape of each given key that is a tensor in a checkpoint's metadata, by key."""
     if isinstance(metadata, IndexMetadata):
         return metadata.kinds(keys)
     shards = {key: metadata[key] for key in keys if key in metadata}
@@ -202,7 +207,7 @@ def stored_kinds(metadata: Mapping[str, ShardedTensor | ShardedObject], keys: Se
 
 
 def untaken_of(metadata: object) -> Mapping[str, str]:
-    """Return the reasons why stored values are missing in a checkpoint's metadata, by key or name."""
+    """Return the reasons why stored values can't be loaded and so aren't in a checkpoint's metadata, by key or name."""
     if isinstance(metadata, DeferredMetadata):
         metadata = metadata.stored
     return metadata.untaken if isinstance(metadata, IndexMetadata) else {}

@@ -1,4 +1,4 @@
-"""Rows of formats with an index: loads, metadata, verify and removal; and LOAD_COMMON."""
+"""Rows of the dispatch table for formats with an index: loads, metadata, verify and removal; and LOAD_COMMON."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ReadIndex = Callable[[Checkpoint], Index]
 
 
 def rows_from_index(backend: str, version: int, read_index: ReadIndex) -> Strategies:
-    """Return the rows of a format with an index of its tensors' bytes: LOAD_SHARDED, LOAD_METADATA, VERIFY.
+    """Return the rows LOAD_SHARDED, LOAD_METADATA and VERIFY of a format whose index locates its tensors' bytes.
 
     Loads read only the needed bytes, straight into the targets' memory. Each stored chunk must be contiguous, row-major
     bytes of one file. A format that stores objects too adds `rows_of_objects`.
@@ -49,11 +49,11 @@ def rows_from_index(backend: str, version: int, read_index: ReadIndex) -> Strate
     """
 
     def load_sharded(checkpoint: Checkpoint, shards: Sequence[ShardedTensor]) -> ReadReport:
-        """Fill each shard's data, a contiguous tensor, in place, and return a report."""
+        """Fill each shard's data, a contiguous tensor, in place, and return a report of the bytes read."""
         return load_from_index(checkpoint, checkpoint.once(read_index), shards)
 
     def load_metadata(checkpoint: Checkpoint) -> Mapping[str, ShardedTensor | ShardedObject]:
-        """Return every stored tensor by key, and object by unique key, whole and without data."""
+        """Return every stored tensor by key, as one whole shard without data, and every object by unique key."""
         return IndexMetadata(checkpoint.once(read_index))
 
     def verify(checkpoint: Checkpoint) -> tuple[Finding, ...]:
@@ -69,14 +69,16 @@ def rows_from_index(backend: str, version: int, read_index: ReadIndex) -> Strate
 
 
 def rows_of_objects(backend: str, version: int, read_index: ReadIndex) -> Strategies:
-    """Return the LOAD_OBJECTS row of a format whose index lists sharded objects, stored as bytes of `item_buffers`.
+    """Return the LOAD_OBJECTS row of a format that stores sharded objects as `item_buffers` encodes them.
+
+    The format's index must list the objects.
 
     Saves never pass objects to a format without this row: they put objects into the common state, or refuse them.
 
     Args:
         backend: Name of the format.
         version: Version of the format.
-        read_index: Function that is called once for an open checkpoint.
+        read_index: Function that returns the index; called once for an open checkpoint.
 
     Examples:
         >>> [action.value for action, *_ in rows_of_objects("tar", 1, read_index)]
@@ -91,7 +93,7 @@ def rows_of_objects(backend: str, version: int, read_index: ReadIndex) -> Strate
 
 
 def rows_in_folder(backend: str, version: int) -> Strategies:
-    """Return LIST_FILES and DESCRIBE for a format whose files are all in the save's own folder.
+    """Return the rows LIST_FILES and DESCRIBE of a format that writes all files into the save's own folder.
 
     Examples:
         >>> sorted(action.value for action, *_ in rows_in_folder("tar", 1))
@@ -104,9 +106,9 @@ def rows_in_folder(backend: str, version: int) -> Strategies:
 
 
 def rows_of_saves(backend: str, version: int) -> Strategies:
-    """Return the rows of a format that saves by `save_with_index`, except SAVE_SHARDED and those of the common state.
+    """Return all rows of a format that saves by `save_with_index`, except SAVE_SHARDED and those of the common state.
 
-    They are the rows of `rows_from_index` for our own index, `rows_of_objects`, `rows_in_folder`, and REMOVE_SHARDED.
+    They are REMOVE_SHARDED and the rows of `rows_from_index`, `rows_of_objects` and `rows_in_folder`.
 
     Examples:
         >>> rows = rows_of_saves("tar", 1)
@@ -144,7 +146,10 @@ def objects_from_index(checkpoint: Checkpoint, index: Index, objects: Sequence[S
 
 
 def load_common(checkpoint: Checkpoint) -> Any:
-    """Return the stored common tree, with holes in place of shards, of formats that use the common codec."""
+    """Return the common tree that `encode_tree` encoded, with `HOLE` in place of each shard.
+
+    This is the LOAD_COMMON row of formats that store the tree in this encoding.
+    """
     data, _ = read_checked(checkpoint, "common")
     options = checkpoint.options
     return decode_tree(data, types=options.types, allow_pickle=options.allow_pickle)
@@ -160,7 +165,7 @@ def _decoded_object(memory: torch.Tensor, unique_key: str, checkpoint: Checkpoin
 
 
 def list_files(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Return the names of a save's files in its folder."""
+    """Return the names of all files that a save wrote into its own folder."""
     folder = checkpoint.fields.get("save_id")
     names = checkpoint.storage.names(folder) if isinstance(folder, str) and folder else ()
     return tuple(name for name in (f"{folder}/{last}" for last in names) if is_save_file(name))

@@ -1,4 +1,4 @@
-"""Saves with an index: each rank reports the places of its shards, and rank 0 builds the index."""
+"""Saves with an index: each rank reports the files and offsets of its shards, and rank 0 builds the index."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class StoredItem:
-    """A tensor shard or an object, and the place of its bytes in a file.
+    """A tensor shard or an object, and the byte range of a file where it is stored.
 
     Attributes:
         item: The shard or the object.
@@ -56,17 +56,17 @@ class StoredItem:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankFiles:
-    """The files of one rank, in columns; ranks send it to rank 0 before the commit.
+    """The data files of one rank and the locations of its shards, which each rank sends to rank 0 before the commit.
 
     Attributes:
         files: Names of the data files.
         lengths: Number of bytes of each file.
-        hashes: Hashes of the blocks, file by file; None without checksums.
-        columns: The tensor shards that the rank wrote.
-        file: Number of the rank's file for each shard, int64 (shards,).
+        hashes: Block hashes of each file; None for a file without checksums.
+        columns: Columns of the tensor shards that the rank wrote.
+        file: Position of each shard's file in `files`, int64 (shards,).
         byte: Offset of each shard in its file, int64 (shards,).
-        objects: Unique key, file, byte and length in bytes of each object.
-        totals: Each shard's share of its tensor's fingerprint, uint64 (shards,); None without fingerprints.
+        objects: (unique key, position in `files`, offset, length in bytes) of each object.
+        totals: Each shard's contribution to its tensor's fingerprint, uint64 (shards,); None without fingerprints.
     """
 
     files: tuple[str, ...]
@@ -79,7 +79,7 @@ class RankFiles:
     totals: Hashes | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return function and arguments for pickle, with narrowed offsets, since ranks send this to rank 0."""
+        """Return function and arguments for pickle; narrowed columns let ranks send fewer bytes."""
         places = narrowed(self.file), narrowed(self.byte)
         return _from_narrow, (self.files, self.lengths, self.hashes, self.columns, *places, self.objects, self.totals)
 
@@ -97,7 +97,7 @@ def _from_narrow(
 
 
 def save_with_index(pending: PendingSave, write: Callable[[], RankFiles]) -> AsyncRequest[RankFiles]:
-    """Return the request of a SAVE_SHARDED row that stores shards as bytes in files, with our own index.
+    """Return the request of a SAVE_SHARDED row that stores shards as bytes in files, and our own index beside them.
 
     Rank 0 writes the index after all ranks have written. Formats with another index call `save_in_folder`.
 
@@ -159,7 +159,7 @@ def _request(
 
 @dataclass(slots=True, eq=False)
 class _FolderView:
-    """The save's destination, or its listing from right before the commit if each look is a request."""
+    """A save's destination, or its listing from right before the commit, if the storage lists files by requests."""
 
     storage: Storage
 
@@ -252,11 +252,11 @@ def item_buffers(pending: PendingSave, item: ShardedTensor | ShardedObject) -> I
 
 @contextmanager
 def naming_data_of(unique_key: str, place: str = "tree") -> Iterator[None]:
-    """Add the name of a sharded object to errors about its data; an optimizer's object thus names the parameter.
+    """Context manager that adds the name of a sharded object to the errors that its block raises.
 
     Args:
         unique_key: Unique key of the object.
-        place: Path of the object's data in such errors.
+        place: Name of the object's data in these errors.
 
     Raises:
         CheckpointingException: the block's error, with the object's name.
@@ -284,7 +284,11 @@ def encoded_object(item: ShardedObject, *, allow_pickle: bool) -> bytes:
 
 
 def rank_files(pending: PendingSave, files: Sequence[tuple[StoredFile, Sequence[StoredItem]]]) -> RankFiles:
-    """Return the description of a rank's files that `save_with_index` expects.
+    """Return a rank's files and the locations of its shards, in the form that `save_with_index` expects.
+
+    Args:
+        pending: Checkpoint that is being written.
+        files: Each data file, and the shards and objects in it.
 
     Examples:
         >>> from shardtree.storage import MemoryStorage

@@ -1,4 +1,4 @@
-"""`write_file`, with which third-party formats write data files; our own format writes several at a time."""
+"""`write_file`, which writes a data file of a third-party format; our own format writes several files at once."""
 
 from __future__ import annotations
 

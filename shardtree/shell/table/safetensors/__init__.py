@@ -1,4 +1,4 @@
-"""The native format: plain safetensors files, a columnar index, block hashes, and metadata.json as the commit."""
+"""The native format: plain safetensors files, a columnar index, block hashes; metadata.json commits a save."""
 
 from .._actions import StoredRows, StrategyAction
 from .._traits import FormatTraits

@@ -29,15 +29,15 @@ Source: TypeAlias = ShardedTensor | bytes
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Entries:
-    """Shards as entries of files, one for each row.
+    """Entries (named tensors) of safetensors files, one for each shard, in columns.
 
     Attributes:
-        sources: Sources of the entries' bytes: tensor shards, or objects' encoded data.
-        number: Position of each entry among the rank's shards, int64 (entries,).
+        sources: Tensor shard, or encoded data of an object, from which each entry gets its bytes.
+        number: Position of each entry's shard among the rank's shards, int64 (entries,).
         keys: Keys of tensors and unique keys of objects.
         tags: Safetensors' names of the dtypes.
         shapes: Shapes in the files' headers.
-        item_size: Alignment of each entry's offset, in bytes, int64 (entries,).
+        item_size: Size of an element in bytes, to which each entry's offset is aligned, int64 (entries,).
         length: Length of each entry in bytes, int64 (entries,).
     """
 
@@ -54,7 +54,7 @@ class Entries:
 
 
 def entries_of(shards: Sequence[Shard], *, allow_pickle: bool) -> Entries:
-    """Return shards as entries, in their order.
+    """Return an entry for each shard, in the same order; objects are encoded.
 
     Args:
         shards: Tensor shards with data, and objects.
@@ -86,7 +86,7 @@ def entries_of(shards: Sequence[Shard], *, allow_pickle: bool) -> Entries:
 
 
 def select_entries(entries: Entries, rows: Column) -> Entries:
-    """Return the selected rows of entries, in the order of `rows`."""
+    """Return the entries at the positions `rows`, in this order."""
     numbers = rows.tolist()
     return Entries(
         sources=tuple([entries.sources[row] for row in numbers]),
@@ -131,7 +131,7 @@ class FilePart:
 def parts(
     shards: Sequence[Shard], *, allow_pickle: bool, most_files: int = 1, header_bytes: int = limits.HEADER_BYTES
 ) -> tuple[FilePart, ...]:
-    """Return the data files that a rank writes for its shards; empty if it has no shards.
+    """Divide a rank's shards among data files, and return the layout of each; empty if it has no shards.
 
     Args:
         shards: Tensor shards with data, and objects.
@@ -161,7 +161,7 @@ def parts(
 
 
 def _shares(length: Column, files: int) -> list[Column]:
-    """Return rows in order, divided into groups of about equal size; a row's middle decides its group."""
+    """Divide consecutive entries into at most `files` groups of about equal length; return each group's positions."""
     rows = np.arange(len(length))
     if files < 2 or not len(length):
         return [rows] if len(length) else []
@@ -172,7 +172,7 @@ def _shares(length: Column, files: int) -> list[Column]:
 
 
 def _groups(rows: Column, length: Column, most: int) -> Iterator[Column]:
-    """Yield rows in order, in groups of bounded length; only a single row may exceed the bound."""
+    """Divide `rows` into consecutive groups with a total length up to `most`; a single longer row is a group."""
     ends = np.cumsum(length)
     start = 0
     while start < len(rows):
@@ -191,7 +191,7 @@ def _part(entries: Entries) -> FilePart:
 
 
 def _names(keys: Sequence[str]) -> Sequence[str]:
-    """Return unique names of a file's entries: their keys if possible."""
+    """Return a unique name for each entry of a file: its key, or the key with a suffix if that is taken."""
     # The names serve people and other programs; our own loads use only the index.
     in_use = {"__metadata__"}
     if len(in_use.union(keys)) == len(keys) + 1:
@@ -219,7 +219,7 @@ _GATHERED_BYTES = 256 * 1024
 
 
 def together(entries: Entries) -> Iterator[slice]:
-    """Yield ranges of rows in order: groups of small tensors of one item size, and every other entry by itself."""
+    """Yield slices of entries that are written together: small tensors of one item size, or any other entry alone."""
     start, size, before = 0, 0, 0  # `before` is the item size of the previous row, 0 if that can't be joined
     columns = (entries.sources, entries.item_size.tolist(), entries.length.tolist())
     for row, (source, item_size, length) in enumerate(zip(*columns, strict=True)):
@@ -242,7 +242,7 @@ def _is_plain(source: Source, item_size: int) -> bool:
 
 
 def gathered(shards: Sequence[ShardedTensor]) -> Buffer:
-    """Return the concatenated bytes of small tensors.
+    """Return the concatenated bytes of small tensors of one item size.
 
     Raises:
         ShapeError: a tensor was changed since the save began.

@@ -1,4 +1,4 @@
-"""Rows that read the native format; a save doesn't need them."""
+"""Rows of the native format that loads need, in a module that saves do not import."""
 
 from __future__ import annotations
 

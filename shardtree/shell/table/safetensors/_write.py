@@ -1,4 +1,4 @@
-"""Rows that save in the native format: a rank's data files, each written by its own thread, and the common state."""
+"""Rows that save in the native format: the data files of a rank, one thread for each, and the common state."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ from ._layout import Entries, FilePart, gathered, parts, together
 
 
 def _with_total(buffers: Iterator[Buffer], shard: ShardedTensor, totals: list[int]) -> Iterator[Buffer]:
-    """Yield a shard's buffers unchanged, and append the shard's share of its tensor's fingerprint to a list.
+    """Yield a shard's buffers unchanged, and compute the shard's contribution to the fingerprint of its tensor.
 
     Args:
         buffers: Row-major bytes of the shard, with whole elements in each buffer.
         shard: The shard.
-        totals: List to which the share is appended after the last buffer.
+        totals: List to which the contribution is appended after the last buffer.
     """
     box = (1,) * shard.prepend_axis_num + shard.local_shape
     first = 0 if shard.flattened_range is None else shard.flattened_range.start
@@ -154,7 +154,7 @@ def _write_all(pending: PendingSave, names: Sequence[str], layout: Sequence[File
 
 
 class _OtherFailed(Exception):
-    """Another file of the same save can't be written."""
+    """Raised to stop writing a file after another file of the same save has failed."""
 
 
 def _until_failure(buffers: Iterable[Buffer], failure: Event) -> Iterator[Buffer]:
@@ -203,7 +203,7 @@ def save_common(pending: PendingSave, common: Any) -> Fields:
 
 
 def save_sharded(pending: PendingSave, shards: Sequence[ShardedTensor | ShardedObject]) -> AsyncRequest[RankFiles]:
-    """Lay out the data files of a rank's shards, and return the request that writes them."""
+    """Compute the layout of the data files of a rank's shards, and return the request that writes them."""
     with collector_paused():
         tensors = [shard for shard in shards if isinstance(shard, ShardedTensor)]
         threads = pending.options.threads or usual_threads()
@@ -217,6 +217,6 @@ def save_sharded(pending: PendingSave, shards: Sequence[ShardedTensor | ShardedO
 
 
 def _in_memory(shard: ShardedTensor) -> bool:
-    """Return whether several threads can write such shards, without a large copy or a device's stream in each."""
+    """Return whether a shard is on the CPU and needs at most a small copy, so that threads can write at once."""
     data = shard.data
     return isinstance(data, torch.Tensor) and data.is_cpu and (is_in_place(data) or data.nbytes <= limits.COPIED_BYTES)
