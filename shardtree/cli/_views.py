@@ -97,9 +97,10 @@ def _range(names: Sequence[str]) -> str:
 
 
 def _groups(inner: Mapping[str, _RowNode]) -> list[tuple[list[str], _RowNode]]:
-    """Return the sorted children of a node as (names, node); consecutive numbers with equal contents form one pair.
+    """Return the sorted children of a node as pairs (names, node).
 
-    Such a pair has all their names, and the node of the first.
+    Children whose names are consecutive numbers and whose contents are equal, such as layers, share one pair: it has
+    all their names, and the node of the first.
     """
     groups: list[tuple[list[str], _RowNode]] = []
     last: tuple[Any, ...] | None = None

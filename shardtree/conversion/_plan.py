@@ -91,7 +91,7 @@ def check_output(tensors: Sequence[ShardedTensor], objects: Sequence[ShardedObje
     keys = {shard.key for shard in tensors}
     problems += [f"object {name!r} is there twice" for name, count in names.items() if count > 1]
     problems += [f"{name!r} is both a tensor and an object" for name in names if name in keys]
-    problems += [f"{shard.key!r}: a flat range of a box" for shard in tensors if shard.flattened_range is not None]
+    problems += [f"{shard.key!r} is a flat range" for shard in tensors if shard.flattened_range is not None]
     if problems:
         fix = "Give each tensor a key of its own, and all of its elements once."
         raise IntegrityError(error_text("convert: the output isn't a whole checkpoint", offenders=problems, fix=fix))

@@ -152,7 +152,7 @@ def _tensor(key: str, part: jax.Array) -> torch.Tensor:
     try:
         return torch.from_dlpack(part)
     except Exception as error:  # any class: JAX and torch refuse dtypes with different errors
-        fix = "Convert it to a wider dtype that torch has before: small floats to float32, 4-bit integers to int8."
+        fix = "First convert it to a wider dtype that torch has: small floats to float32, 4-bit integers to int8."
         what = f"from_jax: torch can't import {key!r}"
         raise UnsupportedValue(error_text(what, found=f"{part.dtype}: {error}", fix=fix)) from error
 

@@ -306,7 +306,7 @@ def _make_theirs(cls: type, ours: Any, convert: Any) -> Any:
         convert: Conversion of the trees that a factory builds.
 
     Raises:
-        UnsupportedValue: The class lacks a field that does not have its default.
+        UnsupportedValue: Our leaf has a value other than the default in a field that the class lacks.
     """
     if isinstance(ours, LocalNonpersistentObject):
         return cls(ours.obj)

@@ -147,11 +147,11 @@ def into_box(move: Move, shape: tuple[int, ...], outer: Box, root: Any) -> Move:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reads:
-    """Boxes of sources that moves read; adjacent boxes are joined.
+    """The boxes that a trace reads from each source, with adjacent boxes joined.
 
     Attributes:
         boxes: Joined boxes of each source.
-        numbers: For each source, a mapping from each box before it was joined to the joined box's index in `boxes`.
+        numbers: For each source, a mapping from each original box to the index in `boxes` of the box that contains it.
         views: For each source, the destination's strided view of each joined box; None for a box that must be copied.
     """
 

@@ -164,8 +164,8 @@ def with_shards(tree: Any) -> Any:
         pytest.param({"model.w": 1}, TreeError, r"has the name of 'model\.w'", id="a value named like a tensor"),
         pytest.param({"o/shard_0_1": 1}, TreeError, "named like an object", id="a value named like an object"),
         pytest.param({"model.w": {"lr": 1}}, TreeError, "has the name of", id="a dict named like a tensor"),
-        pytest.param([1, "shard"], TreeError, "needs a dict with strings as keys", id="no dict"),
-        pytest.param({3: 1}, TreeError, "needs a dict with strings as keys", id="no texts"),
+        pytest.param([1, "shard"], TreeError, "only in a dict with strings as keys", id="no dict"),
+        pytest.param({3: 1}, TreeError, "only in a dict with strings as keys", id="no texts"),
         pytest.param({"a": object()}, UnsupportedValue, "object", id="a value that no archive holds"),
     ],
 )

@@ -63,8 +63,8 @@ def build_factories(
     Args:
         tree: Tree with factories.
         merge_one: Function from a factory and its loaded subtree to the merged value.
-        is_target: Whether the tensors of factories are only memory to fill, so that their elements must not be read. A
-            build function may have an attribute `for_target`, as those of lenses do, which is then called instead.
+        is_target: Whether the tensors of factories are only memory to fill, so that their elements must not be read. If
+            so, the attribute `for_target` of a build function, which lenses have, is called instead of the function.
     """
     trees: dict[int, Tree] = {}
     shards = _build(tree, trees, 0, is_target=is_target)

@@ -134,7 +134,7 @@ class MetadataScan:
         return end
 
     def _in_dict(self, machine: Machine) -> bool:
-        """Return whether the reader is in a dict, with a value for each key on its stack."""
+        """Return whether the reader is inside a dict and its stack holds complete pairs of a key and a value."""
         return bool(machine.metastack) and type(machine.metastack[-1][-1]) is dict and len(machine.stack) % 2 == 0
 
     def _records(

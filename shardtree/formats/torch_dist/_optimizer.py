@@ -300,7 +300,7 @@ def _index(listing: ArchiveListing, matches: Sequence[Match]) -> Index:
 
 
 def _step_byte(listing: ArchiveListing) -> int:
-    """Return the offset in the virtual file at which steps are listed: that of the first object with param groups."""
+    """Return the offset under which the listing shows steps: that of the first object with param groups."""
     names, begins = listing.index.object_names(), listing.index.object_byte.tolist()
     return next((begin for name, begin in zip(names, begins, strict=True) if is_groups(name)), 0)
 

@@ -258,7 +258,7 @@ def decoded_at(
 
     Raises:
         CorruptCheckpoint: The archive isn't what was saved.
-        UnsafeFile: Reading it takes pickled code, and `allow_pickle` isn't given.
+        UnsafeFile: The value needs unpickling, and `allow_pickle` is False.
     """
     archives = listing.archives
     data = part_of(reader, int(archives.byte[number]), 0, int(archives.length[number]))

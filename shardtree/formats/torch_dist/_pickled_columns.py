@@ -308,10 +308,10 @@ class PickledShapes:
 
     Attributes:
         is_new: True for each shape that is written as a tuple, False for a reference, bool (shapes,).
-        number: Memo number that each refers to: a known shape's, or torch.Size's for a new shape, int64 (shapes,).
+        number: Memo number of the known shape; for a new shape, that of the class torch.Size, int64 (shapes,).
         axes: Number of axes of each new shape, int64 (new,).
         values: Entries of new shapes, left-aligned, int64 (new, axes).
-        memo_counts: Count of memo numbers that each shape uses; the last is its own, int64 (shapes,).
+        memo_counts: Count of memo numbers that each shape takes up, the last for itself, int64 (shapes,).
     """
 
     is_new: NDArray[np.bool_]

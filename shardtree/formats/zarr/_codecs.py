@@ -320,7 +320,7 @@ def _check_inner(array: StoredArray, configuration: dict[str, Any], data: bytes,
     if names not in (["bytes"], ["bytes", "crc32c"]) or not is_plain(index[:1], 8, what):
         codec_names, fix = ", ".join(names)[:200], "Rewrite it with an index of little-endian bytes and crc32c."
         raise UnsupportedValue(
-            error_text(f"load: {what} has an index of inner chunks in an unknown form", found=codec_names, fix=fix)
+            error_text(f"load: {what}: unsupported codecs of the index of inner chunks", found=codec_names, fix=fix)
         )
     count = prod(inner_counts(array))
     size = count * 16 + _CHECKSUM_BYTES * (len(names) - 1)

@@ -120,7 +120,10 @@ class Named:
 
 
 def by_stored_key(fills: Iterable[Fill]) -> Named:
-    """Group a load's tensors into those to fill, to compare and to copy to: some share their memory or a stored key.
+    """Group a load's tensors by what is done with them: fill, compare, or copy.
+
+    One tensor of each memory is filled. If that memory has further stored keys, their values are compared with it. If
+    tensors in different memory have one stored key, one is filled and the others get copies.
 
     Raises:
         KeyMismatch: Tensors that differ in shape, dtype or placements have the same stored key.

@@ -17,8 +17,8 @@ class Transfers:
 
     Offsets in a shard's data count elements in row-major order; in a flat shard, in the order of its range.
 
-    If two shards of a rank want the same elements, one of them receives them at hop 0; the other gets them from it at
-    hop 1, and nothing moves between ranks.
+    If two shards of a rank want the same elements, one of them receives them at hop 0. The other gets them from it at
+    hop 1, a copy within the rank.
 
     Attributes:
         hop: 0 if the box comes from a source shard; 1 or more if it comes from a target shard that received these

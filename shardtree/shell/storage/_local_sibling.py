@@ -155,7 +155,7 @@ class LocalSibling:
             except OSError as error:
                 problems.append(f"{name!r}: {error.strerror}")
         if problems:
-            heading = f"save: other files in {self.root!r} cannot be linked into the folder that replaces it"
+            heading = f"save: the new folder cannot get hard links to the other files of {self.root!r}"
             raise StrategyError(error_text(heading, offenders=problems, fix=_ELSEWHERE))
 
     def share(self, names: Sequence[str], *, durable: bool) -> tuple[str, ...]:

@@ -50,10 +50,11 @@ def load(
     Only the bytes that the target requests are read. A plain tensor in the target requests the whole stored tensor
     whose key is the plain tensor's path, joined by dots. If no tensor has that key, the result has the common state's
     value there. If that has none either, the result lacks the tensor, and a warning and the report name it. Other plain
-    values in the target are ignored. The result has all containers of the target, as in `trees.join`. Stored lists,
-    tuples and records are left out if the target doesn't request their shards, and so are keys that only some ranks had
-    and no rank's target names. The report and ``strict="raise_all"`` name plain values that are left out with them. The
-    steps:
+    values in the target are ignored. The result has all containers of the target, as in `trees.join`.
+
+    Some of the stored common state is left out: lists, tuples and records with shards that the target doesn't request,
+    and keys that only some ranks had and no rank's target has. If this leaves out plain values, the report and
+    ``strict="raise_all"`` list their paths. The steps:
 
     1. Open: rank 0 reads metadata.json. No collective; ranks learn of a failure in the next step.
     2. Ask: ranks take their targets apart and exchange descriptions of them. One collective, two for many ranks. Then

@@ -154,8 +154,8 @@ class Omissions:
         kept: Paths of the target's own values that are in the result, since nothing is stored for them.
         union_paths: Paths of all plain values in the stored common state; empty unless that state is a union of several
             ranks' states, of which each rank loads a part.
-        unasked_bits: One item: a bit for each of `union_paths`, packed into bytes, that is set if this rank's part of
-            the union lacks the value. Empty without a union.
+        unasked_bits: A packed bit for each of `union_paths`, set if this rank's part of the union lacks the value. A
+            tuple of one bytes object; empty without a union.
     """
 
     left_out: tuple[str, ...] = ()
