@@ -129,7 +129,10 @@ def _read_shares(
 
 
 def _shares(plan: Plan, world: World) -> Iterator[Sequence[ShardedTensor]]:
-    """Yield this rank's shards of each round: pieces, dealt as for writing; on a single rank, all tensors, uncut."""
+    """Yield the shards that this rank compares, a group at a time.
+
+    Several ranks compare the batches of pieces that they wrote; a single rank compares all tensors whole.
+    """
     if world.size == 1:
         yield plan.tensors
         return

@@ -124,6 +124,7 @@ def in_one_file(strategies: Strategies | None) -> Strategies:
     """
     row = (StrategyAction.SAVE_SHARDED, "huggingface", 1)
     if table_of(strategies)[row] is not default_strategies[row]:
-        fix = "Name a folder, or pass no limit of file sizes (--max-file-size, save_sharded_up_to)."
-        raise StrategyError(error_text("convert: a single file needs the default save function", fix=fix))
+        what = "convert: the output is a single file, which a custom save function or a limit of file sizes can't write"
+        fix = "Convert to a folder, or leave out the custom function or limit (--max-file-size, save_sharded_up_to)."
+        raise StrategyError(error_text(what, fix=fix))
     return {**table_of(strategies), row: huggingface.save_sharded_up_to(2**63)}

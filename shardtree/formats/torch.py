@@ -84,7 +84,7 @@ def with_holes(tree: Any, paths: Sequence[TreePath], what: str) -> Any:
         except (LookupError, TypeError) as error:
             cause = f"no empty dict at {render_path(path)}"[:200]
             raise CorruptCheckpoint(
-                error_text(f"{what}: its record of shards is wrong", found=cause, fix=_FIX)
+                error_text(f"{what}: its record of shards doesn't match the values", found=cause, fix=_FIX)
             ) from error
     return tree
 

@@ -39,7 +39,10 @@ def boxes(shape: tuple[int, ...], cell: tuple[int, ...], doing: str, most: int) 
     """
     count = prod(-(-size // step) for size, step in zip(shape, cell, strict=True)) if prod(shape) else 0
     if count > most:
-        heading, fix = f"{doing} of shape {shape} needs too many pieces", "Pass a larger max_bytes_in_flight."
+        heading, fix = (
+            f"{doing} of shape {shape} would be read in too many pieces",
+            "Pass a larger max_bytes_in_flight.",
+        )
         raise ShapeError(error_text(heading, found=f"{count} pieces", expected=f"at most {most}", fix=fix))
     return tiles(shape, cell)
 

@@ -265,7 +265,9 @@ def layout_in(checkpoint: Checkpoint, strategies: Strategies | None, keys: Seque
     metadata = index_of(checkpoint, strategies, keys)
     if metadata is None:
         backend = ":".join(map(str, sharded_backend(checkpoint.fields)))
-        raise StrategyError(error_text("stored layout: the format doesn't record the files of chunks", found=backend))
+        raise StrategyError(
+            error_text("stored layout: the checkpoint's format doesn't record which file has which box", found=backend)
+        )
     index, sorted_keys = metadata.shown, sorted(keys)
     numbers = index.find_keys(sorted_keys)
     absent = [key for key, number in zip(sorted_keys, numbers, strict=True) if number < 0]
@@ -337,4 +339,8 @@ def refuse_unproven(doing: str, metadata: object, keys: Collection[str]) -> None
     if wrong := [key for key in keys if key in reasons]:
         why = "; ".join(dict.fromkeys(reasons[key] for key in wrong))
         fix = f"In this format {why}. Pass the saved shapes with LoadOptions(shapes=...), or load into a target."
-        raise ShapeError(error_text(f"{doing}: tensors of unproven shapes", offenders=map(repr, wrong), fix=fix))
+        raise ShapeError(
+            error_text(
+                f"{doing}: tensors that may be larger than their stored parts show", offenders=map(repr, wrong), fix=fix
+            )
+        )

@@ -166,8 +166,10 @@ def _parts(checkpoint: OpenCheckpoint, leave_out: Sequence[str]) -> _Parts:
             weights.append(key)
     homeless += [f"'optimizer.state.*.{name}': there is no parameter {name!r}" for name in states.keys() - set(weights)]
     if homeless:
-        what = f"save_universal: keys of {checkpoint.checkpoint.storage.where()!r} that don't fit the format"
-        raise KeyMismatch(error_text(what, offenders=sorted(homeless), fix="Name them in leave_out."))
+        what = (
+            f"save_universal: keys of {checkpoint.checkpoint.storage.where()!r} that a universal checkpoint can't hold"
+        )
+        raise KeyMismatch(error_text(what, offenders=sorted(homeless), fix="List these keys in leave_out=."))
     return _Parts(weights, states)
 
 

@@ -131,10 +131,16 @@ def _abstract_parts(key: str, array: jax.ShapeDtypeStruct) -> list[tuple[jax.Dev
         UnsupportedValue: The array has no sharding, or is a random key, whose data have another shape.
     """
     if jax.numpy.issubdtype(array.dtype, prng_key):
-        what, fix = f"abstract random key: {key!r}", "Pass the key itself, or the abstract array of its data."
+        what, fix = (
+            f"from_jax: the leaf {key!r} is an abstract random key",
+            "Pass the random key itself, or the abstract array of its data.",
+        )
         raise UnsupportedValue(error_text(what, found=array, fix=fix))
     if array.sharding is None:
-        what, fix = f"abstract array without a sharding: {key!r}", "Pass jax.ShapeDtypeStruct(..., sharding=...)."
+        what, fix = (
+            f"from_jax: the abstract array {key!r} has no sharding",
+            "Pass jax.ShapeDtypeStruct(..., sharding=...).",
+        )
         raise UnsupportedValue(error_text(what, found=array, fix=fix))
     copies, parts = Counter[str](), []
     for device, index in array.sharding.devices_indices_map(tuple(array.shape)).items():

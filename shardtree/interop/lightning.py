@@ -302,7 +302,10 @@ def _shards_of(states: Mapping[str, Any]) -> Any:
 def _joined(states: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
     if states.keys() & values.keys():
         offenders = sorted(states.keys() & values.keys())
-        what, fix = "save_checkpoint: values have the names of state dicts", "Store these values under other names."
+        what, fix = (
+            "save_checkpoint: values have the same names as state dicts",
+            "Store these values under other names.",
+        )
         raise TreeError(error_text(what, offenders=offenders, fix=fix))
     return {**values, **_shards_of(states)}
 

@@ -292,8 +292,8 @@ def _to_leaf(classes: Any, tree: Any, path: TreePath, leaf: Any) -> Any:
 def _check_containers(tree: Any, path: TreePath) -> None:
     for depth, entry in enumerate(path):
         if not isinstance(tree, (dict, list)):
-            what = f"Megatron-Core looks for shards in dicts and lists alone: {render_path(path[:depth])}"
-            raise UnsupportedValue(error_text(what, found=type(tree).__name__, fix="Use a list."))
+            what = f"Megatron-Core finds shards only in dicts and lists, but {render_path(path[:depth])} is neither"
+            raise UnsupportedValue(error_text(what, found=type(tree).__name__, fix="Use a list in its place."))
         tree = tree[entry]
 
 
@@ -318,5 +318,7 @@ def _make_theirs(cls: type, ours: Any, convert: Any) -> Any:
     for field in fields(ours):
         if field.name not in names and (field.default is MISSING or values[field.name] != field.default):
             what = f"{cls.__module__}.{cls.__name__} has no field {field.name!r}"
-            raise UnsupportedValue(error_text(what, found=values[field.name], expected="the default"))
+            raise UnsupportedValue(
+                error_text(what, found=values[field.name], expected="the default value, which may be left out")
+            )
     return cls(**{name: value for name, value in values.items() if name in names})

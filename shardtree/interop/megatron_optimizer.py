@@ -134,8 +134,8 @@ def _rename_transform(names: Iterable[str], where: str, expert_parallel: bool | 
     if not any(map(_OTHER_STATE.fullmatch, names)):
         return {}
     if expert_parallel is not None:
-        what = f"model_space: {where!r} has other optimizers beside the distributed one, with their own groups"
-        fix = "Convert it without expert_parallel."
+        what = f"model_space: expert_parallel= is given, but {where!r} has optimizers that aren't distributed"
+        fix = "Leave expert_parallel out."
         raise UnsupportedValue(error_text(what, found=f"expert_parallel={expert_parallel}", fix=fix))
     return {"transform": partial(rename, names=_without_number)}
 

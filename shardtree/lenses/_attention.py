@@ -107,8 +107,10 @@ def _runs(length: int, groups: int, sizes: Sequence[int], held_blocks: int, stor
         stored_blocks: Number of blocks in the stored tensor; None if queries, keys and values are separate tensors.
     """
     if length != groups * sum(sizes):
-        expected = f"{groups} query groups of {' + '.join(map(str, sizes))} rows"
-        raise ShapeError(error_text("the axis does not have the length of all heads", found=length, expected=expected))
+        expected = (
+            f"{groups * sum(sizes)}: {groups} query groups of {' + '.join(map(str, sizes))} rows (query + key + value)"
+        )
+        raise ShapeError(error_text("the axis is not as long as all heads together", found=length, expected=expected))
     each = groups // held_blocks
     block, part, within = (index.reshape(-1) for index in np.indices((held_blocks, 3, each), dtype=np.int64))
     group, rows = block * each + within, np.array(sizes, dtype=np.int64)
@@ -198,7 +200,9 @@ def _rotary(doing: str, table: tuple[int, int], head_size: int, rotary_size: int
 
     def runs(length: int) -> AxisRuns:
         if length % size:
-            raise ShapeError(error_text("the axis has an incomplete head", found=length, expected=f"heads of {size}"))
+            raise ShapeError(
+                error_text("the axis has an incomplete head", found=length, expected=f"a multiple of head_size={size}")
+            )
         start = (np.arange(0, length, size)[:, None] + head).reshape(-1)
         return AxisRuns(np.ones_like(start), np.zeros_like(start), start, (length,))
 

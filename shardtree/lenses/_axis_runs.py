@@ -129,7 +129,7 @@ def grouped_runs(total: int, groups: int, sizes: Sequence[int]) -> AxisRuns:
         integers(doing, "sizes", sizes),
     )
     if count < 0 or count * sum(each) != whole:
-        found, expected = f"{count} groups of {sum(each)}", f"{whole} in all"
+        found, expected = f"{count} groups of {sum(each)} indices", f"groups of {whole} indices together"
         raise ShapeError(error_text("the groups do not add up to the axis", found=found, expected=expected))
     length = np.tile(np.array(each, dtype=np.int64), count)
     part = np.tile(np.arange(len(each)), count)

@@ -88,7 +88,7 @@ def _checked_tensors(shard: ShardedTensor, tensors: Any) -> list[Any]:
     """Return the tensors as a list, after checking their number, their shapes and that they have one dtype."""
     subject, boxes = f"flat_of: {shard.key!r}", boxes_of(shard)
     if isinstance(tensors, torch.Tensor) or not isinstance(tensors, Iterable):
-        found, expected = type(tensors).__name__, "a list of them, one for each of `boxes_of(shard)`"
+        found, expected = type(tensors).__name__, "a list of tensors, one for each of `boxes_of(shard)`"
         raise ShapeError(error_text(f"{subject}: the argument isn't a list of tensors", found=found, expected=expected))
     values = list(tensors)
     if len(values) != len(boxes):
@@ -272,7 +272,7 @@ def _checked_data(key: str, data: Any, shape: tuple[int, ...]) -> Any:
     actual = tuple(data.shape) if hasattr(data, "shape") else type(data).__name__
     if data is not None and actual != shape:
         what = f"factory of {key!r}: the data has another shape than its shard"
-        fix = "Store a state of another shape than its parameter without this factory."
+        fix = "Store an optimizer state without this factory if its shape differs from its parameter's."
         raise ShapeError(error_text(what, found=actual, expected=shape, fix=fix))
     return data.detach() if isinstance(data, torch.Tensor) else data  # views of a parameter would require gradients
 

@@ -35,7 +35,7 @@ def replaced_part(doing: str, key: str, part: str, name: str) -> str:
     whole = f".{key}."
     count = sum(whole.startswith(f".{part}.", at) for at in range(len(whole)))
     if count != 1:
-        fix = "Name the part of the key that is replaced, with adjacent parts where it occurs twice."
+        fix = "Pass as `part` the part of the key to replace, with adjacent parts where it occurs twice."
         what = f"{doing}: no unique part of the key to replace"
         raise TreeError(error_text(what, found=f"{part!r} {count} times in {key!r}", expected="once", fix=fix))
     return whole.replace(f".{part}.", f".{name}.", 1)[1:-1]

@@ -75,9 +75,9 @@ def _without_number(key: str, part: str, expression: re.Pattern[str]) -> tuple[s
     matches = list(expression.finditer(key))
     if len(matches) != 1:
         what = f"stacked_layers: no unique layer number in {key!r}"
-        fix = "Name the part before the number, with adjacent parts if it occurs twice."
-        expected = f"'{part}.<number>' once"
-        raise TreeError(error_text(what, found=f"{len(matches)} times", expected=expected, fix=fix))
+        fix = "Pass as `part` the part of the key before the number, with adjacent parts if it occurs twice."
+        found = f"'{part}.<number>' {len(matches)} times"
+        raise TreeError(error_text(what, found=found, expected="once", fix=fix))
     [place] = matches
     return f"{key[: place.start()]}{part}{key[place.end() :]}", int(place[1])
 

@@ -61,8 +61,10 @@ def from_function(function: Callable[[torch.Tensor], Any], *, part: str | None =
     def whole(tensor: torch.Tensor) -> Mapping[str, torch.Tensor]:
         output = function(tensor)
         if isinstance(output, Mapping) == (part is None):
-            fix = "Pass part= for a dict, whose names replace that part, and no part for a tensor."
-            raise ShapeError(error_text(f"{doing}: the function returned a {type(output).__name__}", fix=fix))
+            fix = "Pass part= if the function returns a dict, whose names replace that part; leave it out for a tensor."
+            raise ShapeError(
+                error_text(f"{doing}: the function returned a {type(output).__name__} though part={part!r}", fix=fix)
+            )
         return output if isinstance(output, Mapping) else {"": output}
 
     def lens(shard: ShardedTensor) -> StoredForm:

@@ -149,9 +149,9 @@ def agreed_plan(descriptions: Sequence[Description], plan: ReshardPlan | None) -
         # Every rank computes the same plan from the same columns, so no plan has to be sent.
         plan = with_relays(plan) if options.relay else plan
     if unknown := [f"rank {rank}" for rank in plan.ranks if rank >= len(descriptions)]:
-        heading = f"redistribute: the plan has ranks that the world of {len(descriptions)} lacks"
-        fix = "Number the plan's ranks as in the world, and make this call on all of them."
-        raise WorldError(error_text(heading, offenders=unknown, fix=fix))
+        heading = "redistribute: the plan has ranks that this call lacks"
+        fix = "Number the plan's ranks as the calling ranks are numbered, and make this call on all of them."
+        raise WorldError(error_text(heading, offenders=unknown, expected=f"ranks below {len(descriptions)}", fix=fix))
     return plan, plan.schedule(max_bytes_in_flight=options.max_bytes_in_flight)
 
 

@@ -119,8 +119,8 @@ def _read_once(reading: Reading, shards: Sequence[ShardedTensor], columns: Shard
     Args:
         reading: Parameters of the load.
         shards: Shards of this rank in the group, with memory.
-        columns: Table of the shards, of all ranks, that ranks read for each other in the group.
-        is_cut: Whether one such shard may be read by several ranks, each a part of it.
+        columns: Table of the group's shards on all ranks, as far as ranks read them for each other.
+        is_cut: Whether several ranks may each read a part of the same shard.
 
     Returns:
         Numbers of bytes that this rank has read, sent and received.

@@ -102,5 +102,6 @@ class RequestReader:
         data, length = self._read(begin, end)
         if data.nbytes != end - begin:
             heading = f"{self._where!r} ends at byte {length}"
-            raise StorageError(error_text(heading, found=f"{data.nbytes} bytes", expected=f"bytes {begin} to {end}"))
+            expected = f"{end - begin} bytes from byte {begin} on"
+            raise StorageError(error_text(heading, found=f"{data.nbytes} bytes", expected=expected))
         return data

@@ -93,7 +93,7 @@ class Mesh:
         # Converted, since ranks often come from NumPy, whose integers print and pickle differently.
         ranks = tuple(integer("Mesh", f"ranks[{place}]", rank) for place, rank in enumerate(ranks))
         if len(ranks) != self.size or len(set(ranks)) != self.size or min(ranks) < 0:
-            expected, fix = f"{self.size} different ranks, from 0", "Pass each rank once, in row-major order."
+            expected, fix = f"{self.size} different ranks, none negative", "Pass each rank once, in row-major order."
             raise MetadataError(error_text(f"{self!r}: ranks don't fit", found=ranks, expected=expected, fix=fix))
         mesh = Mesh(**self.shape)
         object.__setattr__(mesh, "ranks", ranks)

@@ -56,7 +56,7 @@ def keyed_tensors(
         'a.w'
     """
     if key is not None and not callable(key):
-        fix = "Pass a function from a leaf's path, a tuple, to its key."
+        fix = "Pass a function that takes a leaf's path, a tuple, and returns the leaf's key."
         raise MetadataError(error_text(f"{doing}: key isn't a function", found=type(key).__name__, fix=fix))
     problems = [f"{render_path(path)}: {reason}" for path, leaf in pairs if (reason := _why_not_dense(leaf))]
     if problems:
@@ -117,7 +117,7 @@ def copies_by_path(
             continue
         offenders = [render_path(other_path), render_path(path)]
         if key is None and not all(isinstance(leaves[each], ShardedTensor) for each in (other_path, path)):
-            fix = "Pass key= to choose the keys, or rename one of them."
+            fix = "Pass key= to choose the keys, or rename one of the paths."
             raise TreeError(error_text(f"{doing}: two paths have the key {shard.key!r}", offenders=offenders, fix=fix))
         if not _same_tensor(other, shard):
             fix = "Give each tensor a key of its own. Only equal tensors may share a key; lazy tensors, which aren't"

@@ -262,8 +262,8 @@ def _part(
     )
     part = mesh_shard(whole, mesh, spec, rank)
     if part is None or part.shape != local:
-        expected = "nothing" if part is None else part.shape
-        fix = "Correct the spec, or pass global_shapes={key: shape} for a tensor whose parts differ in size."
-        what = f"from_local: {name!r} at {render_path(path)} isn't rank {rank}'s part of {whole} by {spec}"
+        expected = "no tensor" if part is None else part.shape
+        fix = "Correct the spec, or pass global_shapes={key: shape} if the ranks' parts differ in size."
+        what = f"from_local: {name!r} at {render_path(path)} isn't rank {rank}'s part of {whole}, cut as {spec}"
         raise ShapeError(error_text(what, found=local, expected=expected, fix=fix))
     return part

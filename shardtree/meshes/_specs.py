@@ -125,7 +125,7 @@ def _entry(entry: Any) -> SpecEntry:
         entry = (entry,)
     kinds = {type(item) for item in entry} if isinstance(entry, tuple) else {type(entry)}
     if not isinstance(entry, tuple) or (kinds - {str} and kinds - {AxisSplit}):
-        expected = "a mesh axis, a tuple of them, a tuple of AxisSplit, or None"
+        expected = "the name of a mesh axis, a tuple of names, a tuple of AxisSplit, or None"
         raise MetadataError(error_text("PartitionSpec: unusable entry", found=repr(entry)[:200], expected=expected))
     return entry[0] if len(entry) == 1 and kinds == {str} else entry or None
 
@@ -159,7 +159,7 @@ def check_spec(key: str, kind: TensorKind, mesh: Mesh, spec: PartitionSpec) -> N
         fix = "Pass TensorKind(dtype, global_shape, 0)."
         refuse(repr(key), "its kind", type(kind).__name__, "a TensorKind", fix, error=MetadataError)
     if kind.prepend_axis_num:
-        fix = "Describe the whole tensor, with all its axes."
+        fix = "Pass the TensorKind of the whole tensor, with prepend_axis_num=0."
         raise MetadataError(error_text(f"{key!r}: a tensor with prepended axes can't have a spec", found=kind, fix=fix))
     check_fits(repr(key), kind.global_shape, mesh, spec)
 
@@ -311,7 +311,8 @@ def check_patterns(doing: str, specs: Specs, keys: Iterable[str], *, whole: bool
     near = {pattern: next((key for key in rest if _nearly_fits(pattern, key)), "") for pattern in unused}
     wrong = [f"{pattern!r}" + f", nearly {key!r}" * bool(key) for pattern, key in near.items() if whole or key]
     if wrong:
-        fix = "Correct it, put it before others that match its keys, or pass unused='allow' for specs shared by models."
+        fix = "Correct each pattern, or put it before others that match the same keys; or, if other models use these"
+        fix += " specs too, pass unused='allow'."
         raise KeyMismatch(error_text(f"{doing}: patterns of specs match no tensor", offenders=wrong, fix=fix))
 
 

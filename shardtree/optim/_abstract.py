@@ -160,9 +160,9 @@ def _with_lists(doing: str, name: Any, leaves: Mapping[str, Any]) -> dict[str, A
         if number is None:
             states[key] = leaf
         elif len(items) < number:
-            wrong = [f"{state_key!r} of {render_path((name,), 'state')}: item {number}, but not {len(items)}"]
+            wrong = [f"{state_key!r} of {render_path((name,), 'state')}: item {number}, without item {len(items)}"]
             fix = "Pass the result of `load_sharded_metadata`: items that aren't tensors are stored as objects."
-            raise TreeError(error_text(f"{doing}: lists with items that aren't stored", offenders=wrong, fix=fix))
+            raise TreeError(error_text(f"{doing}: stored lists lack items", offenders=wrong, fix=fix))
         else:
             items.append(leaf)
     return states

@@ -133,13 +133,14 @@ def along(*axes: int | None, where_cut: Literal["refuse", "equal"] = "refuse") -
     def rule(param: ShardedParam, state_key: str, state: Any) -> ShardedTensor:
         shard, cuts = one_box("along", param, state_key), cuts_of(one_box("along", param, state_key))
         if not all(-len(cuts) <= axis < len(cuts) for axis in numbers):
-            raise unfit("along", shard, state_key, f"{len(cuts)} axes", f"axes {numbers}")
+            raise unfit("along", shard, state_key, f"a parameter of {len(cuts)} axes", f"one that has axes {numbers}")
         cut_axes = [None if place is None else cuts[place] for place in places]
         others = [cut for axis, cut in enumerate(cuts) if not {axis, axis - len(cuts)} & {*numbers}]
         apart = [cut for cut in others if cut.size != cut.whole]
         if apart and where_cut == "refuse":
             found = f"{shard.local_shape} at {shard.global_offset} of {shard.global_shape}"
-            raise unfit("along", shard, state_key, found, "a shard whole along the other axes; or where_cut='equal'")
+            expected = f"a shard that is cut along axes {numbers} only; or where_cut='equal'"
+            raise unfit("along", shard, state_key, found, expected)
         return placed("along", shard, state_key, OptimizerState.of(state), cut_axes, copies(shard, apart))
 
     return rule
@@ -230,7 +231,7 @@ def reduced_axis(axis: int, *, where_cut: WhereCut = "refuse") -> OptimizerRule:
         shard, wrapped = one_box("reduced_axis", param, state_key), OptimizerState.of(state)
         axes = len(shard.local_shape)
         if not -axes <= axis < axes:
-            raise unfit("reduced_axis", shard, state_key, f"{axes} axes", f"an axis {axis}")
+            raise unfit("reduced_axis", shard, state_key, f"a parameter of {axes} axes", f"one that has axis {axis}")
         local = axis % axes
         place = _place(shard, local, state_key, where_cut)
         keeps_axis = wrapped.axes(shard.prepend_axis_num) == axes
@@ -250,8 +251,9 @@ def _one_per_piece(
     # The stored state has the grid's axes in front; for a parameter of one axis, the grid's axis would be ambiguous.
     expected = len(cuts) + len(shard.local_shape) if own.is_stored else len(cuts)
     if not cuts or own.axes(shard.prepend_axis_num) != expected:
-        text = "a state that keeps the reduced axis with size 1, or one per piece of a parameter of several axes"
-        raise unfit("reduced_axis", shard, state_key, f"{pieces} pieces", text)
+        found = f"{pieces} pieces along the axis, and a state of {own.axes(shard.prepend_axis_num)} axes"
+        text = "a state that keeps the axis with size 1; or, if the parameter has several axes, one that lacks only it"
+        raise unfit("reduced_axis", shard, state_key, found, text)
     if not own.is_stored:
         placed("reduced_axis", shard, state_key, own, cuts, shard.replica_id)  # only for its check of the shape
     return one_per_shard(shard, state_key, own)
@@ -316,7 +318,7 @@ def _place(shard: ShardedTensor, local: int, state_key: str, where_cut: WhereCut
         return _Place(1, 0, copies(shard, [AxisCut(size, offset, whole)]))
     if where_cut == "refuse":
         found = f"{size} of {whole} indices of axis {at}"
-        raise unfit("reduced_axis", shard, state_key, found, "all of them; or where_cut='equal' or 'own'")
+        raise unfit("reduced_axis", shard, state_key, found, f"all {whole}; or where_cut='equal' or 'own'")
     if shard.axis_fragmentations is None or not size:
-        raise unfit("reduced_axis", shard, state_key, "an irregular grid", "a regular one for where_cut='own'")
+        raise unfit("reduced_axis", shard, state_key, "an irregular grid", "a regular grid, as where_cut='own' needs")
     return _Place(shard.axis_fragmentations[at], offset // size, shard.replica_id)

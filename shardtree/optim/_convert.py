@@ -342,14 +342,15 @@ def _relabel(doing: str, optim_state_dict: StateDict, labels: Mapping[Any, Any],
     groups = groups_of(doing, optim_state_dict["param_groups"])
     if members(groups) and are_names(doing, groups, states) is not by_name:
         found, expected = ("ids", "names") if by_name else ("names", "ids")
-        raise TreeError(error_text(f"{doing}: the state dict is by {found} already", found=found, expected=expected))
+        heading = f"{doing}: the state dict lists parameters by {found} already"
+        raise TreeError(error_text(heading, found=found, expected=expected))
     used = dict.fromkeys([*members(groups), *states])
-    wrong = [f"{label!r} isn't in the map" for label in used if label not in labels]
+    wrong = [f"{label!r} isn't in id_to_name" for label in used if label not in labels]
     new = [labels[label] for label in used if label in labels]
-    wrong += [f"{label!r} would label several parameters" for label in dict.fromkeys(new) if new.count(label) > 1]
+    wrong += [f"{label!r} is given to several parameters" for label in dict.fromkeys(new) if new.count(label) > 1]
     if wrong:
-        fix = "Make the map with `get_param_id_to_name_map` from this optimizer and its model."
-        raise TreeError(error_text(f"{doing}: the map doesn't fit the parameters", offenders=wrong, fix=fix))
+        fix = "Make id_to_name with `get_param_id_to_name_map` from this optimizer and its model."
+        raise TreeError(error_text(f"{doing}: id_to_name doesn't fit the parameters", offenders=wrong, fix=fix))
     new_groups = [{**group, "params": [labels[label] for label in group["params"]]} for group in groups]
     state = {labels[label]: entries for label, entries in states.items()}
     return {**optim_state_dict, "state": state, "param_groups": new_groups}

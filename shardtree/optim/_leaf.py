@@ -58,7 +58,8 @@ def make_sharded_optimizer_tensor(model_param: ShardedParam, optim_param: torch.
     check_has_shape(heading, optim_param)
     expected = moment_shape(model_param)
     if expected is not None and tuple(optim_param.shape) != expected:
-        fix = "Pass this rank's part of this parameter's state; a state of another shape needs a rule."
+        fix = "Pass this rank's part of the state. For states of other shapes, use `optim_state_to_sharding_state` "
+        fix += "with its `rules`."
         wrong = f"{heading} has another shape than the parameter"
         raise ShapeError(error_text(wrong, found=tuple(optim_param.shape), expected=expected, fix=fix))
     return moment(model_param, optim_param, prefix)
@@ -84,7 +85,7 @@ def moment_shape(param: ShardedParam) -> tuple[int, ...] | None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OptimizerState:
-    """Argument of a rule: one state of one parameter, either to save or to describe as the target of a load.
+    """Argument of a rule: one state of one parameter, for a save or for the target of a load.
 
     A rule can't rely on a shape: a save knows only the shape on this rank, a load only the whole shape. Lengths of axes
     that are cut like the parameter follow from the parameter; lengths of other axes are in `sizes`.

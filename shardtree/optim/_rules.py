@@ -82,7 +82,11 @@ def square_preconditioners(*, where_cut: WhereCut = "refuse") -> dict[str, Optim
             return one_per_shard(param, state_key, wrapped)
         if wrapped.dtype is not None and where_cut == "refuse" and any(_is_cut(shard) for shard in shards):
             raise unfit(
-                "square_preconditioners", param, state_key, "a part", "the whole; or where_cut='equal' or 'own'"
+                "square_preconditioners",
+                param,
+                state_key,
+                "a part of the parameter",
+                "the whole parameter; or where_cut='equal' or 'own'",
             )
         return one_per_parameter(param, state_key, wrapped)
 
@@ -122,8 +126,8 @@ def on_mesh(
         check_param("on_mesh", param)
         wrapped, key = OptimizerState.of(state), f"{PREFIX}.{state_key}.{param.key}"
         if wrapped.dtype is None or any(shard.prepend_axis_num for shard in built_shards(param)):
-            found = "prepended axes" if wrapped.dtype is not None else type(wrapped.data).__name__
-            raise unfit("on_mesh", param, state_key, found, "a tensor, of a parameter without prepended axes")
+            found = "a parameter with prepended axes" if wrapped.dtype is not None else type(wrapped.data).__name__
+            raise unfit("on_mesh", param, state_key, found, "a tensor, and a parameter without prepended axes")
         if wrapped.is_stored:
             whole = torch.empty(wrapped.sizes, dtype=wrapped.dtype, device="meta")
             return abstract_at([whole], mesh, spec, rank, key=lambda _: key)[0]
@@ -169,7 +173,7 @@ def block_scales(block_size: int) -> OptimizerRule:
     def rule(param: ShardedParam, state_key: str, state: Any) -> ShardedTensor:
         check_param("block_scales", param)
         if not isinstance(param, ShardedTensor):
-            raise unfit("block_scales", param, state_key, "a factory", "one box, or a flat range of one")
+            raise unfit("block_scales", param, state_key, "a factory", "one box, or a flat range of one box")
         front = param.prepend_axis_num
         whole, begin, count = prod(param.global_shape[front:]), first_element(param), prod(param.data_shape)
         # A shard without elements goes to the end, where it overlaps nothing.
@@ -177,7 +181,7 @@ def block_scales(block_size: int) -> OptimizerRule:
         is_aligned = begin % block_size == 0 and (count % block_size == 0 or begin + count == whole)
         if count and not (_are_consecutive(param, begin, count) and is_aligned):
             found = f"{param.local_shape} at {param.global_offset} of {param.global_shape}, blocks of {block_size}"
-            raise unfit("block_scales", param, state_key, found, "whole blocks of the whole parameter")
+            raise unfit("block_scales", param, state_key, found, "consecutive whole blocks of the whole parameter")
         blocks = AxisCut(*(-(-elements // block_size) for elements in (count, begin, whole)))
         return placed("block_scales", param, state_key, OptimizerState.of(state), [blocks], param.replica_id)
 

@@ -230,10 +230,10 @@ def get_param_id_to_sharded_param_map(
     # Megatron-Core only warns here, and then fails on the first state, far from the cause: detached data.
     if params and not by_id:
         heading = f"{doing}: no shard's data is a parameter of the optimizer"
-        counts = f"{len(leaves)} shards", f"the data of some to be one of {len(params)} parameters"
+        counts = f"{len(leaves)} shards of other data", f"shards with the optimizer's {len(params)} parameters as data"
         fix = (
-            "Use the model's own parameters as data, as in `model.state_dict(keep_vars=True)`: a detached one is "
-            "another tensor. For a transformed parameter, use a factory with the parameter as data."
+            "Use the model's own parameters as data, as in `model.state_dict(keep_vars=True)`: a detached "
+            "parameter is a different tensor. For a transformed parameter, use a factory with the parameter as data."
         )
         raise TreeError(error_text(heading, found=counts[0], expected=counts[1], fix=fix))
     return dict(sorted(by_id.items()))
@@ -273,7 +273,7 @@ def get_param_id_to_name_map(
 
 
 def sharded_params_by_name(model_sharded_state_dict: ShardedStateDict) -> dict[str, ShardedParam]:
-    """Return a model's shards and factories by name, which is the path in the tree, joined by dots.
+    """Return a model's shards and factories by their paths, joined by dots.
 
     Args:
         model_sharded_state_dict: Sharded tree of the model, flat as in ``{"decoder.weight": shard}`` or nested.

@@ -70,7 +70,7 @@ def factory_picture(factory: ShardedTensorFactory) -> Picture:
     shape = getattr(factory.data, "shape", None)
     if shape is None:
         raise ShapeError(
-            error_text(f"draw: the factory of {factory.key!r} has no tensor", fix="Give it one on the meta device.")
+            error_text(f"draw: the factory of {factory.key!r} has no tensor", fix="Give it data on the meta device.")
         )
 
     def build(numbers: torch.Tensor) -> list[ShardedTensor]:

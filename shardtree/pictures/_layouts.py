@@ -135,7 +135,7 @@ def checked_key(keys: Sequence[str], key: object) -> str:
         return key
     near = near_names([key], keys) if isinstance(key, str) else {}
     fix = f"Did you mean {near[str(key)]!r}?" if near else "Pass one of the tensors' keys."
-    raise KeyMismatch(error_text("draw: no such tensor", found=repr(key)[:200], fix=fix))
+    raise KeyMismatch(error_text("draw: no tensor has this key", found=repr(key)[:200], fix=fix))
 
 
 def _tensor_picture(columns: ShardColumns, key: str, holders: HolderNames, *, with_gaps: bool = True) -> Picture:

@@ -102,7 +102,7 @@ class Form:
                 kinds = " or ".join(str(kind).removeprefix("torch.") for kind in part.dtypes)
                 wrong.append(f"{name!r}: {str(dtype).removeprefix('torch.')} {shape}, not {kinds} {expected}")
         if wrong:
-            fix = "Choose the form that config.json names; for blocks of another size, replace `per` of its parts."
+            fix = "Choose the form that config.json names; for other block sizes, replace `per` in the form's parts."
             raise ShapeError(error_text(f"quantised: {key!r} isn't stored as {self.name}", offenders=wrong, fix=fix))
         return self._turn(whole)
 
@@ -263,7 +263,8 @@ class Form:
         box, whole = self._box_of(shard)
         if not is_of_blocks(box, whole, self.parts[0].steps):
             heading = f"quantised: {shard.key!r} is cut between values that share one stored element"
-            expected, fix = f"multiples of {self.parts[0].steps} along the last axes", "Cut it at such multiples."
+            expected = f"a shape and offset of multiples of {self.parts[0].steps} along the last axes"
+            fix = "Cut the tensor at such multiples."
             raise ShapeError(error_text(heading, found=f"{box.shape} at {box.offset}", expected=expected, fix=fix))
         leaves, wrong = dict[str, Any](), []
         for key, part in zip(self.keys(shard.key), self._parts(whole), strict=True):

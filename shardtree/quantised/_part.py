@@ -206,7 +206,7 @@ def _not_as_said(key: str, part: Part, tensor: torch.Tensor, row: int) -> Unsupp
         return UnsupportedValue(error_text(heading, found=found, expected=expected, fix=fix))
     heading = f"quantised: rows of {key!r} belong to other groups than the form says"
     fix = "Choose the form with rows in any order, or set `per` and `group` to the size that config.json names."
-    return UnsupportedValue(error_text(heading, found=f"{part.name} of rows from {row}", fix=fix))
+    return UnsupportedValue(error_text(heading, found=f"others in {part.name}, from row {row} on", fix=fix))
 
 
 def windows(box: Box, high: int, wide: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:

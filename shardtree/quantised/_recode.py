@@ -104,7 +104,7 @@ def _check_to(to: Form | torch.dtype, also: Sequence[str]) -> None:
     check_type("recode", "to", to, torch.dtype, "Pass a form, such as FORMS['fp8_blocks'], or a torch dtype.")
     if not to.is_floating_point:
         fix = "Pass a floating-point dtype, such as torch.bfloat16."
-        raise ShapeError(error_text("recode: not a floating-point dtype", found=to, fix=fix))
+        raise ShapeError(error_text("recode: `to` isn't a floating-point dtype", found=to, fix=fix))
     if also:
         fix = "Pass the form for these plain weights as `to`; `shardtree.cast` changes the dtype of plain tensors."
         refuse("recode", "also", also, "no patterns, since `to` is a dtype", fix, error=MetadataError)
@@ -114,7 +114,7 @@ def _unite(rest: Mapping[str, Any], parts: Sequence[ShardedTensor]) -> dict[str,
     counts = Counter([*rest, *(part.key for part in parts)])
     twice = [repr(key) for key, count in counts.items() if count > 1]
     if twice:
-        fix = "Rename the tensors with these keys, or leave the weights as they are, so that neither is lost."
+        fix = "Rename the tensors that have these keys now, or don't recode these weights."
         raise KeyMismatch(error_text("recode: parts would have keys of other tensors", offenders=twice, fix=fix))
     return {**rest, **{part.key: part for part in parts}}
 
@@ -163,7 +163,7 @@ def _forms_of(
     offenders = [f"{key!r}: {why}" for key, why in wrong.items() if key not in form_of]
     if offenders:
         fix = (
-            "Pass forms=[...] with blocks of the size that config.json names, and all tensors of a weight.\n"
+            "Pass forms=[...] with blocks of the size that config.json names, and pass all tensors of each weight.\n"
             "  Name tensors that belong to no quantised weight by plain=[patterns]."
         )
         raise ShapeError(error_text("recode: tensors of no known form", offenders=offenders, fix=fix))
@@ -229,4 +229,4 @@ def _check_same(key: str, new: torch.Tensor, old: torch.Tensor) -> None:
     if count:
         fix = "Choose a form or a dtype that has these values, or recode with lossless=False."
         heading = f"recode: {key!r} would be rounded"
-        raise UnsupportedValue(error_text(heading, found=f"{count} elements of {old.numel()} in a box of it", fix=fix))
+        raise UnsupportedValue(error_text(heading, found=f"{count} of {old.numel()} elements in one box", fix=fix))

@@ -33,7 +33,7 @@ def check_names(names: object) -> None:
     except (ValueError, LookupError, AttributeError):
         fine = False
     if not fine or "/" in str(names) or "\0" in str(names):
-        expected = "text with one number in it, such as 'step_{:08d}', 'iter_{:07d}' or '{}'"
+        expected = "text with one placeholder for the step, such as 'step_{:08d}', 'iter_{:07d}' or '{}'"
         raise MetadataError(error_text("series: invalid names", found=repr(names)[:200], expected=expected))
 
 
@@ -144,7 +144,7 @@ def decode_record(data: bytes, where: str) -> StepRecord:
         removing = tuple(FileMark(_text(name), _whole(size), _time(when)) for name, size, when in fields["removing"])
         return StepRecord(_time(fields["time"]), metrics, fields["pinned"], removing)
     except (TypeError, ValueError, LookupError, AttributeError) as error:
-        fix = "Update shardtree if a later version wrote it, or remove it if it is damaged; the step is kept."
+        fix = "Update shardtree if a later version wrote the record; remove a damaged record: the step stays."
         heading = f"series: {where!r} isn't a record of a step"
         raise CorruptCheckpoint(error_text(heading, found=error, fix=fix)) from None
 
@@ -193,9 +193,9 @@ def checked_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
             raise TypeError("a name that isn't text")
         return {name: _metric(value) for name, value in metrics.items()}
     except (TypeError, ValueError, RuntimeError, AttributeError, OverflowError) as error:
-        problem, expected = str(error)[:200], "numbers by name, such as {'loss': 0.25}"
+        problem, expected = str(error)[:200], "names and numbers, such as {'loss': 0.25}"
         raise MetadataError(
-            error_text("series: metrics must be numbers by name", found=problem, expected=expected)
+            error_text("series: metrics isn't a dict from names to numbers", found=problem, expected=expected)
         ) from error
 
 

@@ -210,7 +210,7 @@ def _writes_at_once(storage: Storage, seen: Seen) -> None:
 
 
 def _breaks_off(storage: Storage, seen: Seen) -> None:
-    """A write passes on the error of its buffers; then length, content and listing of the file agree."""
+    """If a buffer raises during a write, so does the write; afterwards the file's length, content and listing agree."""
 
     def broken() -> Iterator[memoryview]:
         yield memoryview(bytes(70_000))

@@ -279,7 +279,7 @@ class RecordingMode(Cells):
         changed = [cell for cell in list(self.cells.values()) if cell.was_changed()]
         if changed:
             texts = [
-                f"a tensor of {cell.numel} elements, {dtype_name(cell.dtype)}, with elements of {self.names_in([cell])}"
+                f"a {dtype_name(cell.dtype)} tensor of {cell.numel} elements, which holds {self.names_in([cell])}"
                 for cell in changed
             ]
             fix = "Change them by torch's operations, in the traced thread or in threads that it starts."

@@ -161,7 +161,12 @@ def _name(path: TreePath) -> str:
 
 
 def _outermost(path: TreePath, above: Collection[TreePath]) -> TreePath:
-    """Return the path of the outermost container without tensors around a leaf; the leaf's own if there is none."""
+    """Return the path of the outermost container that holds a leaf and no tensors; the leaf's path if there is none.
+
+    Args:
+        path: Path of the leaf.
+        above: Paths of all containers that hold tensors.
+    """
     return next((path[:depth] for depth in range(1, len(path)) if path[:depth] not in above), path)
 
 

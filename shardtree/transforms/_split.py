@@ -126,9 +126,9 @@ def _lengths(shard: ShardedTensor, count: int, sizes: Sequence[int] | None, at: 
     lengths = equal if sizes is None else list(integers(f"split_tensor: {shard.key!r}", "sizes", sizes))
     in_groups = all(size % groups == 0 for size in (length, *lengths))
     if len(lengths) != count or sum(lengths) != length or any(size < 0 for size in lengths) or not in_groups:
-        expected = f"{count} sizes that add up to {length}" + (f", each of {groups} equal groups" if groups > 1 else "")
+        expected = f"{count} sizes that add up to {length}" + (f", all divisible by {groups}" if groups > 1 else "")
         fix = "Pass sizes=[...], one for each name." if sizes is None else None
-        heading = f"split_tensor: {shard.key!r}, {shard.local_shape}, can't be cut like that along axis {at}"
+        heading = f"split_tensor: {shard.key!r}, {shard.local_shape}, can't be split into these sizes along axis {at}"
         raise ShapeError(error_text(heading, found=lengths, expected=expected, fix=fix))
     return lengths
 

@@ -329,7 +329,7 @@ def test_objects_go_by_rules() -> None:
     targets = [{"seen": ShardedObject("seen", None, (3,), (rank,))} for rank in range(3)]
     found = shardtree.reshard(trees, targets, rules={"seen": shardtree.objects.redistribute_objects})
     assert [tree["seen"].data for tree in found] == [[0, 10], [1], [11]]
-    with pytest.raises(shardtree.errors.IntegrityError, match="have no rule"):
+    with pytest.raises(shardtree.errors.IntegrityError, match="no rule covers them"):
         shardtree.reshard(trees, targets)
 
 

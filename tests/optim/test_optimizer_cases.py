@@ -197,7 +197,7 @@ def test_items_of_a_list_that_are_not_all_stored_are_an_error() -> None:
     state = {"state": {0: {"h": [None, torch.zeros(2, 3)]}}, "param_groups": [{"params": [0]}]}
     storage, fresh = st.storage.MemoryStorage(), {"state": {}, "param_groups": [{"params": [0]}]}
     st.save({"o": st.optim.optim_state_to_sharding_state(state, PARAMS)}, storage)
-    with pytest.raises(TreeError, match=r"'h' of state\[0\]: item 1, but not 0"):
+    with pytest.raises(TreeError, match=r"'h' of state\[0\]: item 1, without item 0"):
         st.optim.abstract_optim_state_from_metadata(fresh, PARAMS, st.load_tensors_metadata(storage))
 
 

@@ -122,7 +122,7 @@ def test_scales_of_aligned_ranges_are_those_of_the_whole(data: some.DataObject) 
         check_held_once(trees)
         assert torch.equal(assemble(trees)["optimizer.state.k.w"], scales)
     else:
-        with pytest.raises(TreeError, match="expected whole blocks of the whole parameter"):
+        with pytest.raises(TreeError, match="expected consecutive whole blocks of the whole parameter"):
             rank_trees(layout, whole, state, {"k": st.optim.block_scales(block)})
 
 

@@ -103,7 +103,7 @@ def test_patterns_without_a_form_that_weights_get_are_refused() -> None:
         recode(torch.bfloat16, also=["**.weight"])
     with pytest.raises(KeyMismatch, match="recode: also: not a pattern list\n  found '\\*\\*', expected strings"):
         recode(FORMS["fp8_rows"], also="**")
-    with pytest.raises(ShapeError, match=r"recode: not a floating-point dtype\n  found torch\.int8"):
+    with pytest.raises(ShapeError, match=r"recode: `to` isn't a floating-point dtype\n  found torch\.int8"):
         recode(torch.int8)
 
 

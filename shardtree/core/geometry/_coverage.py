@@ -85,7 +85,8 @@ def _seed(boxes: bytes, axis: int) -> np.uint64:
 def _weight(place: Column, seed: np.uint64) -> _Weights:
     """Return the sum of the weights of all indices below each coordinate of an axis.
 
-    This sum is a pseudorandom number, the coordinate mixed as in SplitMix64; it thus defines the weights themselves.
+    The sums come first: each is a pseudorandom number, the coordinate mixed as in SplitMix64. A weight is the
+    difference of two successive sums.
     """
     weight = place.astype(np.uint64)
     weight += seed

@@ -266,7 +266,7 @@ def _joined_tables(
         tables: Dict from the keys of a rank's tensors to their kinds; ranks with the same keys share an item.
 
     Returns:
-        The sorted keys, their kinds, and a dict from each item's keys to the indices of these among the sorted keys.
+        All keys, sorted; their kinds; and for each item of `tables` the indices of its keys in the sorted ones.
     """
     if len(tables) == 1:  # the usual case: all ranks hold shards of the same tensors
         ((keys, kinds),) = tables.items()

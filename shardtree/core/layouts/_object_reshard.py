@@ -21,7 +21,7 @@ OBJECT_RULES = (
 
 @dataclass(frozen=True, slots=True)
 class ShapeChange:
-    """An array of objects that is requested in another shape than the stored one, so that a rule must convert it.
+    """An array of objects that is requested in another shape than the stored one.
 
     Attributes:
         key: Key of the array.
@@ -156,7 +156,7 @@ def check_ruled(arrays: Iterable[ShapeChange], rules: Mapping[str, ObjectRule]) 
     arrays = list(arrays)
     lacking = [str(array) for array in arrays if array.key not in rules]
     if lacking:
-        heading, fix = "objects change their shape, but have no rule", f"Name a rule: {OBJECT_RULES}."
+        heading, fix = "arrays of objects change shape, but no rule covers them", f"Pass a rule: {OBJECT_RULES}."
         raise IntegrityError(error_text(heading, offenders=lacking, fix=fix))
     unclear = [str(array) for array in arrays if len(array.stored) > 1 or min(array.asked, default=0) < 0]
     if unclear:

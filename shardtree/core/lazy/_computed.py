@@ -139,7 +139,7 @@ def check_kind(result: Any, shape: Shape | None, dtype: torch.dtype | None) -> N
         return
     kind = f"{tuple(result.shape)} {result.dtype}" if is_tensor else type(result).__name__
     expected = f"{shape} {dtype}" if dtype else f"a tensor of shape {shape}"
-    what = "lazy_map: for a part of its operands, the function returned another shape or dtype"
+    what = "lazy_map: the function returned a wrong shape or dtype for slices of its operands"
     raise UnsupportedValue(error_text(what, found=kind, expected=expected, fix=_FIX))
 
 

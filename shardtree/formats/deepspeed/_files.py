@@ -132,7 +132,7 @@ def _whole(key: str, number: int, tensor: StoredTensor) -> list[Piece]:
 def _compare_replicas(
     files: Sequence[ArchiveFile], modules: Sequence[ValueAt], name: str, tensor: StoredTensor, tensors: Tensors
 ) -> None:
-    """Add the copies of a tensor in other ranks' files, which only ZeRO-3 stores, to those that loads compare."""
+    """Note the copies of a tensor in other ranks' files, so that loads compare them. Only ZeRO-3 stores such copies."""
     for file, module in zip(files[1:], modules[1:], strict=True):
         other = module.member(name).value
         if not prod(tensor.shape):
@@ -174,9 +174,10 @@ def check_length(checkpoint: Checkpoint, vectors: Sequence[Vector], expected: in
         if vector.tensor.shape != (expected,)
     ]
     if wrong:
-        what = f"open: {what} has another length than the parameters"
+        what = f"open: the length of {what} differs from that of the parameters"
         fix = "A file belongs to another save, or to another number of ranks; copy all files of one save."
-        raise CorruptCheckpoint(error_text(what, offenders=wrong, expected=f"({expected},), by {by}", fix=fix))
+        shape = f"({expected},), according to {by}"
+        raise CorruptCheckpoint(error_text(what, offenders=wrong, expected=shape, fix=fix))
 
 
 def check_flat(checkpoint: Checkpoint, vectors: Sequence[Vector], what: str) -> None:

@@ -86,7 +86,7 @@ def rank_files(names: Iterable[str], where: str) -> RankFiles:
         what = f"open: {where!r} lacks ranks' files"
         raise CorruptCheckpoint(error_text(what, offenders=missing, count=count, fix=fix))
     if beyond:
-        what = f"open: {where!r} has files of more ranks than saved"
+        what = f"open: {where!r} has files of ranks above {size - 1}, but only {size} ranks saved"
         raise CorruptCheckpoint(error_text(what, offenders=beyond, fix="Move the files of other saves away."))
     names_of = {kind: tuple(ranks[rank] for rank in range(size)) for kind, ranks in kinds.items()}
     return RankFiles(size, names_of)

@@ -133,9 +133,11 @@ def _bucket(name: str, match: re.Match[str], states: Mapping[str, TensorEntry]) 
     if len(edges) != 1 or len(dtypes) != len(states) or dtypes.get(MASTER) is not torch.float32:
         fix = "The checkpoint was damaged or made by another program; load another one."
         expected = f"{MASTER} in float32, and moments with the same chunks"
-        raise CorruptCheckpoint(
-            error_text(f"open: bucket {name!r} is not sound", found=sorted(states), expected=expected, fix=fix)
+        found = ", ".join(
+            f"{state} in {dtypes.get(state)}, {len(states[state].boxes)} chunks" for state in sorted(states)
         )
+        what = f"open: bucket {name!r} has states of wrong dtypes, or in different chunks"
+        raise CorruptCheckpoint(error_text(what, found=found, expected=expected, fix=fix))
     buffer = (int(match["buffer"]), match["dtype"])
     return Bucket(
         name, match["group"], buffer, int(match["bucket"]), match["dtype"], (*sorted(dtypes.items()),), edges.pop()

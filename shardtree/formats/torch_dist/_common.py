@@ -246,7 +246,7 @@ def check_names(values: dict[str, Value], shard_keys: Set[str]) -> None:
         >>> check_names({"w.lr": (("w", "lr"), 0.1)}, {"w"})
         Traceback (most recent call last):
         ...
-        shardtree.errors.TreeError: save: plain values have names of tensors or objects
+        shardtree.errors.TreeError: save: plain values have the same names as tensors or objects
           tree['w']['lr'] has the name of 'w'
           Rename the shards or the values: torch.distributed.checkpoint keeps all of them in one dict.
     """
@@ -259,4 +259,6 @@ def check_names(values: dict[str, Value], shard_keys: Set[str]) -> None:
     wrong += [f"{render_path(path)} is named like an object" for name, (path, _) in values.items() if is_object(name)]
     if wrong:
         fix = "Rename the shards or the values: torch.distributed.checkpoint keeps all of them in one dict."
-        raise TreeError(error_text("save: plain values have names of tensors or objects", offenders=wrong, fix=fix))
+        raise TreeError(
+            error_text("save: plain values have the same names as tensors or objects", offenders=wrong, fix=fix)
+        )

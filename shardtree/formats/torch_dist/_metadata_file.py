@@ -45,7 +45,7 @@ def read_metadata_file(checkpoint: Checkpoint) -> MetadataFile:
     """
     where = checkpoint.storage.where(INDEX_FILE)
     if (data := read_if_there(checkpoint.storage, INDEX_FILE)) is None:
-        fix = "Name the folder that a save was given; an interrupted save doesn't write this file."
+        fix = "Pass the folder that the save was given. If you did, the save was interrupted: load another checkpoint."
         raise CorruptCheckpoint(error_text(f"open: {where!r} is missing", fix=fix))
     # Only Megatron-Core's integrity.json has a hash of the index: without it, only contradictions can be found.
     if checkpoint.options.verify is not None:
@@ -68,7 +68,7 @@ def unsound(where: str, error: Exception) -> CorruptCheckpoint:
     """Return the error for a `.metadata` that contradicts itself."""
     fix = "It was damaged or made by another program; load another checkpoint."
     cause = str(error)[:300] or type(error).__name__
-    return CorruptCheckpoint(error_text(f"open: {where!r} is not sound", found=cause, fix=fix))
+    return CorruptCheckpoint(error_text(f"open: {where!r} has invalid contents", found=cause, fix=fix))
 
 
 def parse_metadata(data: bytes, where: str) -> MetadataFile:

@@ -152,7 +152,7 @@ def check_reach(checkpoint: Checkpoint, listing: ArchiveListing, file: int, numb
         fix = "The checkpoint was damaged, or not all of it was copied; load another one."
         raise CorruptCheckpoint(
             error_text(
-                f"load: {storage.where(name)!r} isn't what was saved",
+                f"load: {storage.where(name)!r} is missing, or shorter than when it was saved",
                 found=found,
                 expected=f"at least {end} bytes",
                 fix=fix,

@@ -127,7 +127,7 @@ def contents_by(pending: PendingSave, backend: str) -> tuple[Saving, WrittenCont
     state = pending.state
     if isinstance(state, Saving) and state.backend == backend and state.contents is not None:
         return state, state.contents
-    fix = f"Save the shards with ({backend!r}, 1) too, or leave the common strategy out."
+    fix = f"Pass sharded_strategy=({backend!r}, 1) too, or leave common_strategy out."
     raise StrategyError(error_text(f"save: no shards were written in the format {backend!r}", fix=fix))
 
 

@@ -126,12 +126,14 @@ def unsound_array(what: str, found: str, expected: str) -> CorruptCheckpoint:
 
     Examples:
         >>> print(unsound_array("the array 'w'", "shape 7", "a list"))
-        open: the array 'w' is not sound
+        open: the array 'w' has invalid zarr metadata
           found shape 7, expected a list
           The file was damaged or made by another program; load another checkpoint.
     """
     fix = "The file was damaged or made by another program; load another checkpoint."
-    return CorruptCheckpoint(error_text(f"open: {what} is not sound", found=found, expected=expected, fix=fix))
+    return CorruptCheckpoint(
+        error_text(f"open: {what} has invalid zarr metadata", found=found, expected=expected, fix=fix)
+    )
 
 
 # This section maps names of dtypes: zarr's own, and unsigned integers for the bits of dtypes that zarr lacks.

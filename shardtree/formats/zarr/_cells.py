@@ -138,7 +138,7 @@ def missing_cells(array: StoredArray, cells_with_files: Column, most: int = MOST
     total = prod(array.counts)
     most //= len(array.box)
     if total - len(cells_with_files) > most:
-        found, expected = f"{len(cells_with_files)} of {total} chunks stored", f"at most {most} missing"
+        found, expected = f"{total - len(cells_with_files)} of {total} chunks missing", f"at most {most} missing"
         fix = "Rewrite the array with larger chunks."
         what = f"open: array {array.name!r} is too sparse to be a tensor"
         raise UnsupportedValue(error_text(what, found=found, expected=expected, fix=fix))
@@ -252,7 +252,9 @@ def _table() -> tuple[int, ...]:
 def _unsound(storage: Storage, name: str, found: str, expected: str) -> CorruptCheckpoint:
     fix = "The file was damaged after it was saved; load another checkpoint."
     return CorruptCheckpoint(
-        error_text(f"open: {storage.where(name)!r} is not sound", found=found, expected=expected, fix=fix)
+        error_text(
+            f"open: {storage.where(name)!r} isn't a valid file of inner chunks", found=found, expected=expected, fix=fix
+        )
     )
 
 

@@ -44,12 +44,12 @@ def check_harmless(codecs: Iterable[Any], what: str) -> None:
         ...
         shardtree.errors.UnsafeFile: open: 'w' has a codec that isn't known to be harmless
           found 'pickle'
-          Rewrite the array without it.
+          Rewrite the array without this codec.
     """
     for codec in codecs:
         name, configuration = codec_parts(codec, what)
         if not is_harmless(name):
-            fix = "Rewrite the array without it."
+            fix = "Rewrite the array without this codec."
             codec_name = repr(name)[:200]
             raise UnsafeFile(
                 error_text(f"open: {what} has a codec that isn't known to be harmless", found=codec_name, fix=fix)

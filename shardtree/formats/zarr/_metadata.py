@@ -36,7 +36,9 @@ def decode_v2(data: bytes, name: str, where: str) -> StoredArray | None:
     what = repr(where)
     fields = parse_json(data, where)
     if not isinstance(fields, dict) or fields.get("zarr_format") != 2:
-        raise CorruptCheckpoint(error_text(f"open: {what} is not sound", expected="the metadata of a zarr v2 array"))
+        raise CorruptCheckpoint(
+            error_text(f"open: {what} has invalid zarr metadata", expected="the metadata of a zarr v2 array")
+        )
     dtype, is_little = dtype_of_v2(fields.get("dtype"), what)
     if dtype is None:
         return None
@@ -64,7 +66,9 @@ def _choice(fields: dict[str, Any], field: str, choices: tuple[str, ...], what: 
     choice = fields.get(field, choices[0])
     if choice not in choices:
         choice = f"{field} {choice!r}"[:200]
-        raise CorruptCheckpoint(error_text(f"open: {what} is not sound", found=choice, expected=" or ".join(choices)))
+        raise CorruptCheckpoint(
+            error_text(f"open: {what} has invalid zarr metadata", found=choice, expected=" or ".join(choices))
+        )
     return str(choice)
 
 

@@ -199,7 +199,9 @@ def group_members(checkpoint: Checkpoint) -> dict[str, Document]:
     for name in ("consolidated_metadata", "metadata"):
         node = node.get(name) if isinstance(node, dict) else None
     if not isinstance(node, dict):
-        raise CorruptCheckpoint(error_text(f"open: {where!r} is not sound", expected="the metadata of all arrays"))
+        raise CorruptCheckpoint(
+            error_text(f"open: {where!r} has invalid zarr metadata", expected="the metadata of all arrays")
+        )
     return node
 
 

@@ -146,9 +146,9 @@ class CheckpointReader(StorageReader):
         values, paths = ({self.rename(name): item for name, item in items.items()} for items in (values, paths))
         count = len(tree.metadata) + len(values)
         if count > len({**shards, **values}):
-            fix = "Pass rename=, a function that gives each stored key a name of its own."
+            fix = "Pass rename=, a function that gives each stored key a different name."
             twice = sorted(shards.keys() & values.keys())
-            raise TreeError(error_text("dcp.load: two stored values have one name", offenders=twice, fix=fix))
+            raise TreeError(error_text("dcp.load: two stored values get the same name", offenders=twice, fix=fix))
         return _Contents(tree.checkpoint, shards, values, paths)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:

@@ -93,7 +93,7 @@ class CheckpointWriter(StorageWriter):
             WorldError: ``use_collectives=False``.
         """
         if not kwargs.get("use_collectives", True):
-            fix = "Leave it out: ranks commit one checkpoint together."
+            fix = "Leave use_collectives out: ranks commit one checkpoint together."
             raise WorldError(error_text("dcp.save: unsupported use_collectives=False", fix=fix))
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -128,8 +128,11 @@ class CheckpointWriter(StorageWriter):
             return one_process()
         size = torch.distributed.get_world_size(self.process_group)
         if size != ranks:
-            what, fix = "dcp.save: the writer has another process group than the save", "Pass it process_group= too."
-            raise WorldError(error_text(what, found=f"{size} ranks", expected=ranks, fix=fix))
+            what, fix = (
+                "dcp.save: the writer has another process group than the save",
+                "Pass the save's process_group= to the writer too.",
+            )
+            raise WorldError(error_text(what, found=f"{size} ranks", expected=f"{ranks} ranks", fix=fix))
         # A separate gloo group is used, since asynchronous saves run in a thread beside other calls.
         return distributed(self.process_group, purpose="dcp")
 

@@ -86,7 +86,10 @@ def _shard(source: PlacedTensor, parts: Parts) -> ShardedTensor | ShardedTensorF
     if tuple(local.shape) != part.shape:
         where = f"{source.key!r} at {render_path(source.path)}"
         what = f"from_dtensors: {where}: the local tensor doesn't match its placements"
-        found, expected = f"a local tensor of shape {tuple(local.shape)}", f"{part.shape} of {whole}"
+        found, expected = (
+            f"a local tensor of shape {tuple(local.shape)}",
+            f"shape {part.shape}, this rank's part of {whole}",
+        )
         # from_local assumes that all ranks' local tensors have the same shape, and derives the global shape from it.
         fix = "Pass the global shape= and stride= to DTensor.from_local if ranks hold shards of different sizes."
         raise ShapeError(error_text(what, found=found, expected=expected, fix=fix))

@@ -111,8 +111,8 @@ def target_of(source: ModuleSource, names: Named, common: Mapping[str, Any], wor
     shards = from_dtensors(tensors, within=source.within, strided=source.strided, replicated=replicated)
     outside = [name for name, tensor in tensors.items() if name not in shards and not is_dtensor(tensor)]
     if outside:
-        what = "load_module: plain tensors of a rank that isn't in the mesh within="
-        found, expected = f"rank {source.within.get_rank()}", f"one of {source.within.mesh.tolist()}"
+        what = "load_module: this rank has plain tensors, but isn't in the mesh passed as within="
+        found, expected = f"rank {source.within.get_rank()}", f"one of the mesh's ranks {source.within.mesh.tolist()}"
         fix = "Pass the mesh of the ranks that hold this module, such as its pipeline stage's."
         raise MetadataError(error_text(what, offenders=outside, found=found, expected=expected, fix=fix))
     target = {
@@ -177,7 +177,10 @@ def deliver(names: Named, values: Mapping[str, Any], *, cast: bool) -> None:
     tensors = {name: local_tensor(tensor) for name, tensor in apart.items() if name in values}
     differing = [name for name, local in tensors.items() if not torch.equal(values[name], local)]
     if differing:
-        what, fix = "load_module: names of one tensor are stored with different values", "Untie them in the module."
+        what, fix = (
+            "load_module: tied names, which share one tensor in the module, are stored with different values",
+            "Untie these names in the module.",
+        )
         raise IntegrityError(error_text(what, offenders=differing, fix=fix))
 
 

@@ -89,10 +89,10 @@ def root_of(device_mesh: Any) -> Any:
 
 
 def widened(own: Mesh, outer: Mesh) -> Mesh:
-    """Return a slice of a mesh, widened to all ranks of that mesh by a new first axis over the parallel slices.
+    """Return a mesh over all ranks of `outer`: a new axis that numbers its slices, then the axes of the slice `own`.
 
     Shifted copies of the slice must tile the outer mesh's sequence of ranks. The axes of the outer mesh do not matter:
-    the slice may have other axes over the same ranks, unflattened, flattened or concatenated.
+    the slice may have flattened, unflattened or concatenated ones.
 
     Args:
         own: The slice.
@@ -130,7 +130,7 @@ def _not_a_slice(own: Mesh, outer: Mesh) -> MetadataError:
         "a DTensor's mesh isn't a slice of the expected mesh",
         "Pass the parent mesh, from which its mesh was sliced, as within=...",
     )
-    expected = f"ranks with even strides over {outer}"
+    expected = f"a slice of {outer}"
     return MetadataError(error_text(what, found=own, expected=expected, fix=fix))
 
 
@@ -170,8 +170,11 @@ def spec_of(dtensor: Any) -> PartitionSpec:
     order = getattr(getattr(dtensor, "_spec", None), "shard_order", None) or ()
     odd = [f"axis {tensor_dim}: {mesh_dims}" for tensor_dim, mesh_dims in order if list(mesh_dims) != sorted(mesh_dims)]
     if odd:
-        what, fix = "a DTensor's axis is cut by mesh axes in another order", "Call .redistribute() with its placements."
-        raise UnsupportedValue(error_text(what, offenders=odd, expected="left to right", fix=fix))
+        what, fix = (
+            "a DTensor's axis is cut by mesh axes in another order than left to right",
+            "Call .redistribute() with the DTensor's own placements.",
+        )
+        raise UnsupportedValue(error_text(what, offenders=odd, expected="mesh axes in ascending order", fix=fix))
     return PartitionSpec(*map(_entry, cuts))
 
 

@@ -136,7 +136,8 @@ def target_regions(columns: ShardColumns, boxes: Boxes, memories: Memories) -> R
     rows = (row for row in np.unique(boxes.row).tolist() if row in memories)
     lazy = [row for row in rows if memories[row].is_conj() or memories[row].is_neg()]
     if lazy:
-        heading, fix = "reshard: targets conjugated or negated lazily", "Pass their .resolve_conj().resolve_neg()."
+        heading = "reshard: target tensors are lazily conjugated or negated"
+        fix = "Pass the result of their .resolve_conj().resolve_neg()."
         raise ShapeError(error_text(heading, offenders=[_name(columns, row) for row in lazy], fix=fix))
     return shard_regions(columns, boxes, memories)
 
@@ -149,7 +150,7 @@ def _strides(memory: torch.Tensor, axes: int) -> Column:
 def _integer_view(columns: ShardColumns, row: int, elements: int, memories: Memories) -> torch.Tensor:
     """Return a shard's tensor as integers of the same item size, after checking its dtype, size and layout."""
     if row not in memories:
-        fix = "Pass the tensor of each shard that the rank holds, by row."
+        fix = "Pass {row: tensor} with all shards that the rank holds; the row is a shard's index in the plan."
         raise KeyMismatch(error_text(f"reshard: no tensor for {_name(columns, row)}, row {row}", fix=fix))
     memory = memories[row]
     kind = columns.kinds[int(columns.key[row])]

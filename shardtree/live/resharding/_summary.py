@@ -313,7 +313,7 @@ def plan_parts(text: str) -> Parts:
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise _refusal(str(error)[:200]) from None
     if version != (FORMAT, VERSION):
-        raise _refusal(f"{version[0]!r} {version[1]!r}"[:200])
+        raise _refusal(f"{version[0]!r} of version {version[1]!r}"[:200])
     try:
         parts = _parts(document)
     except (KeyError, ValueError, TypeError, AttributeError, OverflowError) as error:
@@ -331,7 +331,7 @@ def plan_parts(text: str) -> Parts:
 
 def _refusal(problem: str) -> MetadataError:
     heading, fix = "ReshardPlan.from_json: the text isn't a readable plan", "Pass the result of `to_json`."
-    return MetadataError(error_text(heading, found=problem, expected=f"{FORMAT!r} {VERSION}", fix=fix))
+    return MetadataError(error_text(heading, found=problem, expected=f"{FORMAT!r} of version {VERSION}", fix=fix))
 
 
 def _parts(document: Mapping[str, Any]) -> Parts:

@@ -75,8 +75,8 @@ def assembled(columns: ShardColumns, shards: Sequence[ShardedTensor]) -> dict[st
         if not _has_elements(shards[row].data)
     ]
     if absent:
-        fix = "Load the shards, or shard a tree that has its tensors."
-        raise ShapeError(error_text("unshard: shards without elements to assemble", offenders=absent, fix=fix))
+        fix = "Pass shards with data that isn't on the meta device, such as the result of a load."
+        raise ShapeError(error_text("unshard: shards have no tensor with elements", offenders=absent, fix=fix))
     return {key: _whole(columns, shards, number, rows[number]) for number, key in enumerate(columns.keys)}
 
 
@@ -274,7 +274,7 @@ def _join_slots(trees: Iterable[Any]) -> Any:
     unknown = [render_path(path) for path, leaf in leaves_with_paths(whole) if leaf is HOLE]
     if unknown:
         fix = "Pass the trees of all ranks."
-        raise IntegrityError(error_text("unshard: paths that no rank fills", offenders=unknown, fix=fix))
+        raise IntegrityError(error_text("unshard: paths where no rank has a value", offenders=unknown, fix=fix))
     return whole
 
 
@@ -285,8 +285,8 @@ def _check_same(leaves: Mapping[TreePath, Any], pairs: Iterable[tuple[TreePath, 
         if path in leaves and leaf is not HOLE and {type(leaf), type(leaves[path])} >= {_Slot} and leaf != leaves[path]
     ]
     if wrong:
-        fix = "If ranks have different tensors at one path, pass {shard.key: shard} for each rank."
-        raise TreeError(error_text("unshard: one path is for different tensors", offenders=wrong, fix=fix))
+        fix = "Pass {shard.key: shard} for each rank instead of its tree."
+        raise TreeError(error_text("unshard: ranks have different tensors at the same path", offenders=wrong, fix=fix))
 
 
 def _name(leaf: Any) -> str:

@@ -37,7 +37,7 @@ def parameter_shapes(parameters: Mapping[str, Any]) -> dict[str, tuple[int, ...]
         raise MetadataError(error_text(heading, found=found, expected="a mapping", fix=fix))
     wrong = [text for name, value in parameters.items() if (text := _problem(name, value))]
     if wrong:
-        fix = "Pass shapes, tensors or box shards; for a factory without data its tensor's shape."
+        fix = "Pass shapes, tensors or box shards; for a factory without data, pass its tensor's shape."
         raise MetadataError(error_text("plan_buffers: unusable parameters", offenders=wrong, fix=fix))
     _check_dtypes(parameters)
     return {name: _shape(value) or () for name, value in parameters.items()}

@@ -107,8 +107,8 @@ def _check_slices(plan: BufferPlan, rank: int, slices: Sequence[Any]) -> None:
         if tuple(getattr(part, "shape", ())) != (length,) or not hasattr(part, "narrow")
     ]
     if wrong:
-        fix = "Pass the rank's slice of each bucket with its padding: 1-D, with the lengths `plan.slice_lengths`."
-        raise ShapeError(error_text(f"{subject}: slices of another length than planned", offenders=wrong, fix=fix))
+        fix = "Pass the rank's 1-D slice of each bucket, padding included: its length is in `plan.slice_lengths`."
+        raise ShapeError(error_text(f"{subject}: slices whose shapes differ from the plan's", offenders=wrong, fix=fix))
     if len({part.dtype for part in slices}) > 1:
         of_each = [f"bucket {bucket}: {part.dtype}" for bucket, part in enumerate(slices)]
         fix = "Pass the slices of one kind of state at a time."
@@ -300,9 +300,9 @@ def _check_replicas(
     unclear = [part.name for part in ranges if isinstance(number := parameters[part.name].replica_id, int) and number]
     if unclear:
         lines = [f"{name!r}: replica_id {parameters[name].replica_id}" for name in unclear]
-        heading = "flat_shards: replica ids whose data-parallel number is unknown"
+        heading = "flat_shards: replica ids may or may not count data-parallel ranks"
         fix = (
             "Pass replica_id=lambda replica: 0 if only data-parallel ranks hold copies, or lambda replica: replica if "
-            "the numbers don't count them; or give the parameters tuples (..., data-parallel rank) as replica ids."
+            "the ids don't count those; or give the parameters tuples (..., data-parallel rank) as replica ids."
         )
         raise MetadataError(error_text(heading, offenders=lines, fix=fix))

@@ -34,7 +34,7 @@ DEFAULT_BACKEND = ("safetensors", 1)
 def backend_of(choice: Choice, default: tuple[str, int], strategies: Strategies | None) -> tuple[str, int]:
     """Return the (backend, version) that a caller's choice stands for.
 
-    The default stands for None and for functions: a function replaces only one function of the default format.
+    If the choice is None or a function, this is the default: a function replaces one action of the default format.
 
     Args:
         choice: Choice to resolve. A name means the default's version if the default has that name, and otherwise the

@@ -45,7 +45,7 @@ def byte_view(buffer: AnyBuffer, where: str) -> Buffer:
     except (TypeError, ValueError, BufferError) as error:
         kind = f"{type(buffer).__name__} ({error})"
         expected = "bytes, a bytearray, a memoryview or an array, contiguous"
-        fix = "For a tensor, pass tensor.contiguous().numpy(); for a single buffer, a list that holds it."
+        fix = "For a tensor, pass tensor.contiguous().numpy(). Put a single buffer into a list: [buffer]."
         heading = f"cannot write {where!r}: the value is not a contiguous buffer"
         raise StorageError(error_text(heading, found=kind, expected=expected, fix=fix)) from error
 

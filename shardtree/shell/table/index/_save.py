@@ -56,7 +56,7 @@ class StoredItem:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankFiles:
-    """The data files of one rank and the locations of its shards, which each rank sends to rank 0 before the commit.
+    """The data files of one rank and the locations of its shards, sent to rank 0 for the index.
 
     Attributes:
         files: Names of the data files.
