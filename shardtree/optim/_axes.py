@@ -139,7 +139,7 @@ def along(*axes: int | None, where_cut: Literal["refuse", "equal"] = "refuse") -
         apart = [cut for cut in others if cut.size != cut.whole]
         if apart and where_cut == "refuse":
             found = f"{shard.local_shape} at {shard.global_offset} of {shard.global_shape}"
-            expected = f"a shard that is cut along axes {numbers} only; or where_cut='equal'"
+            expected = "a shard cut only along the axes given to `along`; or where_cut='equal'"
             raise unfit("along", shard, state_key, found, expected)
         return placed("along", shard, state_key, OptimizerState.of(state), cut_axes, copies(shard, apart))
 

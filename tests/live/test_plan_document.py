@@ -38,7 +38,7 @@ def test_a_plan_has_types_that_every_reader_knows() -> None:
 
 
 CHANGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
-    "another version": (lambda document: document.update(version=2), "found 'shardtree.ReshardPlan' 2"),
+    "another version": (lambda document: document.update(version=2), "found 'shardtree.ReshardPlan' of version 2"),
     "no transfers": (lambda document: document.pop("transfers"), "KeyError: 'transfers'"),
     "a fraction": (lambda document: document["transfers"].update(source=[0.5] * 6), "'source' has float64 values"),
     "a lost row": (lambda document: document["transfers"]["hop"].pop(), "different lengths"),
