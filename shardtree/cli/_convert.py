@@ -195,7 +195,7 @@ def strategies_of(backend: str | tuple[str, int], most_file_bytes: int | None) -
     name = backend if isinstance(backend, str) else backend[0]
     if name != "huggingface":
         expected = "--to huggingface"
-        what = "convert: --max-file-size isn't for this format"
+        what = "convert: --max-file-size works only with the format huggingface"
         raise StrategyError(error_text(what, found=f"--to {name}", expected=expected))
     # The call gets a table of its own, and the process's table stays unchanged.
     row = (StrategyAction.SAVE_SHARDED, "huggingface", 1)

@@ -86,7 +86,7 @@ def run_demo(*, ranks: int, load_ranks: int, keep: Path | None) -> int:
     """
     if keep is not None and is_checkpoint(keep):  # The check comes before any process starts.
         what = f"demo: {str(keep)!r} already holds a checkpoint"
-        raise AlreadyACheckpoint(error_text(what, fix="Name another folder."))
+        raise AlreadyACheckpoint(error_text(what, fix="Pass another folder as --keep."))
     began, console = time.monotonic(), Output()
     file = pretrained_file()
     weights = whole_weights(file)

@@ -134,4 +134,4 @@ def file_sha256(storage: Storage, name: str) -> str:
 
 def _unsound(where: str, found: str, expected: str) -> CorruptCheckpoint:
     fix = "It was damaged, or made by another program; remove it if you trust the other files."
-    return CorruptCheckpoint(error_text(f"open: {where!r} is not sound", found=found, expected=expected, fix=fix))
+    return CorruptCheckpoint(error_text(f"open: {where!r} is malformed", found=found, expected=expected, fix=fix))

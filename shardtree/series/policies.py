@@ -375,7 +375,7 @@ def _wanted(policy: Choose, listing: Sequence[SavedStep]) -> frozenset[int]:
         with suppress(MetadataError):
             return frozenset(whole_number("series", "step number", number, least=-(10**18)) for number in wanted)
     found = (f"{policy_name(policy)}, which returns {wanted!r}" if callable(policy) else repr(policy))[:200]
-    expected = "a function from a listing to the numbers of the steps to keep, such as keep_last(3)"
+    expected = "a function that returns the numbers of the steps to keep, such as keep_last(3)"
     raise MetadataError(error_text("series: invalid policy", found=found, expected=expected))
 
 

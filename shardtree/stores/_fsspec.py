@@ -269,5 +269,6 @@ class _RangeReader:
             data = bytearray().join(self.storage.read_ranges(self.name, ranges))
         if len(data) != end - begin:
             heading = f"{self.storage.where(self.name)!r} ends at byte {self.length}"
-            raise StorageError(error_text(heading, found=f"{len(data)} bytes", expected=f"bytes {begin} to {end}"))
+            expected = f"{end - begin} bytes, from byte {begin}"
+            raise StorageError(error_text(heading, found=f"{len(data)} bytes", expected=expected))
         return data

@@ -341,7 +341,7 @@ class ObjectStorage:
                 if attempt == _READ_TRIES:
                     heading = f"cannot {doing} {self.where(name)!r}: {attempt} answers in a row were truncated"
                     raise StorageError(
-                        error_text(heading, found=f"{short.args[0]} bytes", expected=short.args[1])
+                        error_text(heading, found=f"{short.args[0]} bytes", expected=f"{short.args[1]} bytes")
                     ) from None
                 time.sleep(_FIRST_PAUSE * 2 ** (attempt - 1) * random.uniform(0.5, 1.5))
         raise AssertionError

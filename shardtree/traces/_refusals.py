@@ -46,8 +46,8 @@ class RunRefusals:
         """
         if caught := self._caught(may_catch):
             names = ", ".join(map(repr, dict.fromkeys(caught.values())))
-            fix = f"Let them propagate; or pass may_catch=[{names}] if the trace should contain the code's fallback."
-            raise TraceError(error_text("trace: the code caught refusals and went on", offenders=caught, fix=fix))
+            fix = f"Let these errors propagate, or pass may_catch=[{names}] to trace the code's fallback."
+            raise TraceError(error_text("trace: the code caught trace errors and went on", offenders=caught, fix=fix))
 
     def check_raised(self, error: Exception, may_catch: Collection[str]) -> None:
         """Raise if the code caught refusals before it raised another error, as `load_state_dict` does.
@@ -60,8 +60,8 @@ class RunRefusals:
             TraceError: other refusals were caught; the error names each, with its line.
         """
         if caught := self._caught(may_catch):
-            heading = f"trace: the code caught refusals and raised {type(error).__name__}"
-            fix = "Replace the refused operations first."
+            heading = f"trace: the code caught trace errors and raised {type(error).__name__}"
+            fix = "Replace the operations that raised the trace errors first."
             raise TraceError(error_text(heading, offenders=caught, fix=fix)) from error
 
     def _caught(self, may_catch: Collection[str]) -> dict[str, str]:

@@ -94,7 +94,7 @@ class Trace(Fields):
         ]
         if outside:
             fix = "Pass boxes that lie within the shapes in trace.outputs."
-            raise ShapeError(error_text("narrow: boxes outside their outputs", offenders=outside, fix=fix))
+            raise ShapeError(error_text("narrow: boxes extend beyond their outputs", offenders=outside, fix=fix))
         kinds = {name: replace(self.outputs[name], shape=box.shape) for name, box in places.items()}
         moves = {name: Moves(self._at(self.moves[name], name, box)) for name, box in places.items()}
         tied = {name: main for name, main in self.tied.items() if main in places and places.get(name) == places[main]}
@@ -282,4 +282,4 @@ def check_kinds(doing: str, expected: Mapping[str, Kind], tensors: Mapping[str, 
     pairs = [(name, kind, kind_of(tensors[name])) for name, kind in expected.items()]
     if wrong := [f"{name!r}: found {actual}, traced as {kind}" for name, kind, actual in pairs if actual != kind]:
         fix = "Trace the code with tensors of these shapes and dtypes."
-        raise ShapeError(error_text(f"{doing}: sources of another shape or dtype", offenders=wrong, fix=fix))
+        raise ShapeError(error_text(f"{doing}: sources differ from the traced ones", offenders=wrong, fix=fix))

@@ -65,7 +65,7 @@ def tree_at(tree: Any, where: Where, replace: Any) -> Any:
         >>> tree_at(tree, ("model", "bias"), 0)
         Traceback (most recent call last):
         shardtree.errors.TreeError: tree_at: no such node
-          not there: tree['model']['bias']
+          not in the tree: tree['model']['bias']
           found 'w', 'b' in tree['model']
           Correct the path, pattern or function.
 
@@ -77,8 +77,8 @@ def tree_at(tree: Any, where: Where, replace: Any) -> Any:
         return _edited(tree, dict.fromkeys(places, replace))
     values = replace if several else [replace] * len(places)
     if not isinstance(values, (list, tuple)) or len(values) != len(places):
-        found = len(values) if isinstance(values, (list, tuple)) else type(values).__name__
-        expected, fix = f"a list of {len(places)}", "Pass one value for each node, or a function for all of them."
+        found = f"a {type(values).__name__}" + (f" of {len(values)}" if isinstance(values, (list, tuple)) else "")
+        expected, fix = f"a list of {len(places)}", "Pass one value for each node, or one function for all nodes."
         raise TreeError(error_text("tree_at: values don't match the nodes", found=found, expected=expected, fix=fix))
     return _edited(tree, {place: partial(_constant, value) for place, value in zip(places, values, strict=True)})
 
@@ -199,7 +199,7 @@ def _checked_path(doing: str, tree: Any, path: TreePath) -> TreePath:
 
 def _missing(doing: str, offenders: Sequence[str], found: Sequence[str], inside: str = "") -> TreeError:
     fix = "Correct the path, pattern or function."
-    heading, lines = f"{doing}: no such node", [f"not there: {text}" for text in offenders]
+    heading, lines = f"{doing}: no such node", [f"not in the tree: {text}" for text in offenders]
     return TreeError(error_text(heading, found=f"{', '.join(found) or 'nothing'}{inside}", offenders=lines, fix=fix))
 
 
@@ -227,7 +227,7 @@ def _marked_places(doing: str, tree: Any, where: Callable[[Any], Any]) -> tuple[
     nested = [render_path(place) for place in places if place and place_above(place[:-1], places) is not None]
     if nested:
         raise TreeError(
-            error_text(f"{doing}: nodes in other chosen nodes", offenders=nested, fix="Choose the outer ones.")
+            error_text(f"{doing}: chosen nodes in other chosen nodes", offenders=nested, fix="Choose only the outer.")
         )
     return places, several
 

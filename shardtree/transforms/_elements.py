@@ -58,7 +58,7 @@ def reduced_here(
     map_with_path(on_leaf, *trees)
     if empty:
         raise IntegrityError(
-            error_text("a reduction has tensors without elements", offenders=empty, fix="Load them first.")
+            error_text("a reduction over tensors that have no data", offenders=empty, fix="Load these tensors first.")
         )
     return [reduce(combine, values)] if values else []
 

@@ -113,7 +113,7 @@ def check_same(doing: str, shards: Sequence[ShardedTensor], fields: Sequence[str
     ]
     # If only some had data, the combined tensor would have only a part of its data.
     wrong += [
-        f"{shard.key!r}: {_has(shard)}, but {first.key!r}: {_has(first)}"
+        f"{shard.key!r} has {_has(shard)}, but {first.key!r} has {_has(first)}"
         for shard in shards
         if (shard.data is None) != (first.data is None)
     ]
@@ -158,10 +158,11 @@ def whole_axis(doing: str, shard: ShardedTensor, axis: int) -> int:
     check_plain(doing, shard)
     axes, number = len(shard.local_shape), integer(f"{doing}: {shard.key!r}", "axis", axis)
     if not -axes <= number < axes:
-        raise ShapeError(error_text(f"{doing}: {shard.key!r} has no such axis", found=axis, expected=f"below {axes}"))
+        expected = f"{-axes} or more, and less than {axes}"
+        raise ShapeError(error_text(f"{doing}: {shard.key!r} has no such axis", found=axis, expected=expected))
     at = number % axes
     if shard.local_shape[at] != shard.global_shape[at]:
-        found, expected = f"{shard.local_shape[at]} of {shard.global_shape[at]}", "all of it"
+        found, expected = f"{shard.local_shape[at]} of {shard.global_shape[at]}", f"all {shard.global_shape[at]}"
         fix = "Transform whole tensors, or describe the transform with a ShardedTensorFactory."
         raise ShapeError(
             error_text(f"{doing}: {shard.key!r} is cut along axis {at}", found=found, expected=expected, fix=fix)

@@ -39,7 +39,7 @@ def replicate_objects(array: ObjectArray, shape: Shape) -> Sequence[Any]:
     first = array.values[0]
     differing = [line for position, value in enumerate(array.values) for line in _differing(array, position, value)]
     if differing:
-        fix = "Choose one with replicate_cell, or use another rule."
+        fix = "Choose one cell's value with replicate_cell, or use another function than replicate_objects."
         heading = f"replicate_objects: values that should be equal differ from that of {array.cell_text(0)}"
         raise IntegrityError(error_text(heading, offenders=differing, fix=fix))
     return [first] * cell_count(shape)
@@ -234,11 +234,11 @@ def rules_by_field(rules: Mapping[Hashable, ObjectRule]) -> ObjectRule:
         [{'consumed': 17, 'buffer': [1, 2]}, {'consumed': 17, 'buffer': [3, 4]}]
     """
     if not isinstance(rules, Mapping):
-        fix = "Pass a rule for each field: {'consumed': rule}."
+        fix = "Pass a dict with a function for each field, such as {'consumed': fold_objects(operator.add)}."
         raise TreeError(error_text("rules_by_field: rules isn't a dict", found=type(rules).__name__, fix=fix))
     wrong = [f"{field!r}: {type(rule).__name__}" for field, rule in rules.items() if not callable(rule)]
     if wrong:
-        fix = "Give each field a rule, such as fold_objects(operator.add)."
+        fix = "Give each field a function, such as fold_objects(operator.add)."
         raise TreeError(error_text("rules_by_field: rules that aren't functions", offenders=wrong, fix=fix))
     rule_of = dict(rules)
 
@@ -256,7 +256,8 @@ def _check_fields(array: ObjectArray, rules: Mapping[Hashable, ObjectRule]) -> N
     for position, value in enumerate(array.values):
         if not isinstance(value, dict):
             heading, found = f"rules_by_field: {array.cell_text(position)} isn't a dict", type(value).__name__
-            raise UnsupportedValue(error_text(heading, found=found, fix="Give its key a rule for whole values."))
+            fix = "Use rules_by_field only for keys whose values are dicts."
+            raise UnsupportedValue(error_text(heading, found=found, fix=fix))
     first = array.values[0]
     wrong = [
         f"{array.cell_text(position)} {'has' if field in value else 'lacks'} {field!r}"
@@ -266,12 +267,13 @@ def _check_fields(array: ObjectArray, rules: Mapping[Hashable, ObjectRule]) -> N
         if (field in value) != (field in first)
     ]
     if wrong:
-        heading, fix = f"rules_by_field: dicts have other fields than {array.cell_text(0)}", "Write a rule of your own."
+        heading = f"rules_by_field: dicts whose fields differ from those of {array.cell_text(0)}"
+        fix = "Use a function of your own instead of rules_by_field."
         raise TreeError(error_text(heading, offenders=wrong, fix=fix))
     wrong = [f"no rule for the field {field!r}" for field in first if field not in rules]
     wrong += [f"a rule for {field!r}, which no value has" for field in rules if field not in first]
     if wrong:
-        fix = "Give a rule for each field; drop_objects leaves one out."
+        fix = "Give one rule for each field; the rule drop_objects leaves its field out."
         raise TreeError(error_text(f"rules_by_field: rules don't fit {array.key!r}", offenders=wrong, fix=fix))
 
 

@@ -118,7 +118,7 @@ def _stack(key: str, group: Mapping[int, tuple[str, ShardedTensor]]) -> ShardedT
     if count != len(group):
         missing = (f"layer {number}" for number in missing_numbers(group, len(group), count))
         heading, lacking = f"stack_layers: {key!r} lacks layers", count - len(group)
-        raise TreeError(error_text(heading, found=len(group), offenders=missing, count=lacking))
+        raise TreeError(error_text(heading, found=f"{len(group)} of {count}", offenders=missing, count=lacking))
     layers = [group[number][1] for number in range(count)]
     check_same("stack_layers", layers, _ALIKE)
     first = layers[0]

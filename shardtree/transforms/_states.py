@@ -190,7 +190,7 @@ def map_tensors(
 
 def stuck(doing: str, lines: Sequence[str]) -> TreeError:
     """Return the error for states that can't follow their parameters."""
-    fix = "Remove them first, with `select`; LoadOptions(parameter_names=[...]) names states that have numbers."
+    fix = "Remove these states with `select`; for numbered states, load with LoadOptions(parameter_names=[...])."
     return TreeError(error_text(f"{doing}: states that can't follow their parameters", offenders=lines, fix=fix))
 
 

@@ -220,7 +220,7 @@ def _plant(doing: str, root: _Node, place: Place, leaf: Any) -> None:
         child = node.children.get(entry)
         is_taken = entry in node.children and (depth == last or not isinstance(child, _Node))
         if is_taken:
-            heading = f"{doing}: two values with one path, or one under another"
+            heading = f"{doing}: two values have the same path, or one lies under the other"
             fix = "Give the shards their paths as keys, or pass a flat dict by key."
             raise TreeError(error_text(heading, found=render_path(place.path[: depth + 1]), fix=fix))
         if depth == last:

@@ -181,7 +181,7 @@ def test_parts_of_different_saves_are_refused() -> None:
     with pytest.raises(CorruptCheckpoint, match="parts of several tensors named 'w'"):
         st.open_checkpoint(folder_of(rows(0, 4), other))
     files = {FIRST: rows(0, 4), "shard-00001-model-00001-of-00002.safetensors": rows(4, 10)}
-    with pytest.raises(CorruptCheckpoint, match="files of 1 and files of 2"):
+    with pytest.raises(CorruptCheckpoint, match=r"files named \*-of-00001 and files named \*-of-00002"):
         st.open_checkpoint(folders.folder_of(files))
 
 
@@ -211,7 +211,7 @@ def test_headers_that_are_no_parts_are_refused() -> None:
     later = part({"w": ROWS}, {"w": {"saved_offsets": [0, 0]}}, DCP_VERSION="2.0")
     with pytest.raises(UnsupportedValue, match="another version"):
         st.open_checkpoint(folder_of(later))
-    with pytest.raises(CorruptCheckpoint, match="not a sound safetensors file"):
+    with pytest.raises(CorruptCheckpoint, match="not a valid safetensors file"):
         st.open_checkpoint(folder_of(rows(0, 10)[:-1]))
 
 

@@ -179,7 +179,7 @@ def test_a_permuted_file_of_zero3_is_refused_by_the_padding_in_its_moments(order
         assert st.load_plain_tensors(folder).keys() == SAVE.expected().keys()
         return
     assert len(st.load_plain_tensors(folder, options=LoadOptions(verify=None))) == len(SAVE.expected())
-    with pytest.raises(CorruptCheckpoint, match=r"rank_\d.* isn't its rank's file: the rank's padding is zeros in"):
+    with pytest.raises(CorruptCheckpoint, match=r"rank_\d.* isn't its rank's file: .* has the zeros"):
         st.load_plain_tensors(folder)
     assert "isn't its rank's file" in str(st.verify(folder, report=lambda found: None)[0])
 
@@ -210,7 +210,7 @@ def test_a_missing_file_is_refused(stage: int, file: str, said: str) -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        (OPTIMIZER.format(3), "found 4 files, expected 3, by partition_count"),
+        (OPTIMIZER.format(3), "found 4 files, expected 3, as partition_count"),
         ("step_3/zero_pp_rank_0_mp_rank_00_optim_states.pt", "has files of two saves"),
     ],
 )

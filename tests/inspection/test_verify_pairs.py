@@ -172,7 +172,7 @@ def test_damaged_objects_beside_tensors_are_named(pair: Pair) -> None:
 @pytest.mark.parametrize("common", ["torch", "torch_dist", "dcp", "zarr"])
 def test_objects_that_no_load_could_read_are_refused(common: str) -> None:
     with pytest.raises(
-        UnsupportedValue, match=rf"'huggingface' holds only tensors, and '{common}' can't hold these"
+        UnsupportedValue, match=rf"'huggingface' stores only tensors, and backend '{common}' can't store"
     ) as error:
         st.save(ALONE, MemoryStorage(), "huggingface", common)
     assert "'o/shard_0_1'" in str(error.value) and "common_strategy=('safetensors', 1)" in str(error.value)

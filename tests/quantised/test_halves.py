@@ -101,7 +101,7 @@ def test_a_pattern_may_fit_a_weight_that_is_quantised_already() -> None:
 def test_patterns_without_a_form_that_weights_get_are_refused() -> None:
     with pytest.raises(MetadataError, match="recode: also doesn't fit"):
         recode(torch.bfloat16, also=["**.weight"])
-    with pytest.raises(KeyMismatch, match="recode: also: not a pattern list\n  found '\\*\\*', expected strings"):
+    with pytest.raises(KeyMismatch, match="recode: also: the patterns aren't a list of strings\n  found '\\*\\*'"):
         recode(FORMS["fp8_rows"], also="**")
     with pytest.raises(ShapeError, match=r"recode: `to` isn't a floating-point dtype\n  found torch\.int8"):
         recode(torch.int8)

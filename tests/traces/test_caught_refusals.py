@@ -48,7 +48,7 @@ def test_a_caught_refusal_is_named_at_the_end(load: Callable[[Tensors], Tensors]
     with pytest.raises(TraceError) as caught:
         st.trace(load, GIVEN)
     first, second, last = str(caught.value).splitlines()[0], str(caught.value).splitlines()[1], str(caught.value)
-    assert first == "trace: the code caught refusals and went on"
+    assert first == "trace: the code caught trace errors and went on"
     assert second.strip().startswith(f"{name} needs elements of ")
     assert f"test_caught_refusals.py:{load.__code__.co_firstlineno + line} in " in second
     assert f"may_catch=[{name!r}]" in last
@@ -119,7 +119,7 @@ def test_an_error_of_a_rule_is_remembered(monkeypatch: pytest.MonkeyPatch) -> No
 
     with pytest.raises(
         TraceError,
-        match=r"(?s)caught refusals.*flip can't be recorded for 'a': these arguments are not supported: no such",
+        match=r"(?s)caught trace errors.*flip can't be recorded for 'a': these arguments are not supported: no such",
     ):
         st.trace(load, GIVEN)
 
@@ -131,16 +131,16 @@ def test_a_refusal_in_the_destinations_counts() -> None:
         return {"w": model}
 
     model = torch.zeros(4, 6)
-    with pytest.raises(TraceError, match=r"(?s)caught refusals.*in outputs"):
+    with pytest.raises(TraceError, match=r"(?s)caught trace errors.*in outputs"):
         st.trace(lambda tensors: model.copy_(tensors["a"]), GIVEN, into=outputs)
 
 
 def test_a_lens_and_the_law_of_one_s_own_code_tell_it_too() -> None:
-    with pytest.raises(TraceError, match="caught refusals"):
+    with pytest.raises(TraceError, match="caught trace errors"):
         st.lenses.from_function(lambda w: by_scale({"a": w})["w"])(
             st.ShardedTensor.from_rank_offsets("w", torch.zeros(4, 6))
         )
-    with pytest.raises(TraceError, match="caught refusals"):
+    with pytest.raises(TraceError, match="caught trace errors"):
         st.testing.check_trace(by_scale, GIVEN)
 
 

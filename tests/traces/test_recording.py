@@ -549,7 +549,7 @@ def test_sources_may_be_shards_checkpoints_and_kinds(tmp_path: Any) -> None:
 
 @pytest.mark.parametrize("result", [None, [1], {"w": 1}])
 def test_code_that_gives_no_tensors_is_refused(result: Any) -> None:
-    with pytest.raises(TraceError, match="the outputs must be tensors by name"):
+    with pytest.raises(TraceError, match="the outputs aren't a dict of tensors"):
         st.trace(lambda tensors: result, GIVEN)
 
 

@@ -131,7 +131,7 @@ def test_a_thread_doesn_t_read_memory_either(way: Callable[[Action], None]) -> N
         way(read)
         return {"v": torch.as_tensor(found[0])}
 
-    with pytest.raises(TraceError, match=r"(?s)caught refusals.*numpy needs elements of 'v'.*in read"):
+    with pytest.raises(TraceError, match=r"(?s)caught trace errors.*numpy needs elements of 'v'.*in read"):
         st.trace(load, GIVEN)
 
 

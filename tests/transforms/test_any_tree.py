@@ -236,12 +236,12 @@ class Hidden:
         (
             lambda: transforms.split_tensor([shard("w", torch.ones(2))], "w", ["a", "b"]),
             TreeError,
-            r"two values with one path, or one under another\n  found tree\[0\]",
+            r"two values have the same path, or one lies under the other\n  found tree\[0\]",
         ),
         (
             lambda: transforms.split_tensor({"w": torch.ones(2), "a": {"x": torch.ones(1)}}, "w", ["a", "b"]),
             TreeError,
-            r"two values with one path, or one under another\n  found tree\['a'\]",
+            r"two values have the same path, or one lies under the other\n  found tree\['a'\]",
         ),
     ],
 )

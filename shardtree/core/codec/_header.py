@@ -236,9 +236,9 @@ def _kind(entry: HeaderEntry) -> tuple[int, str]:
 
 
 def _tiling_problem(entry: HeaderEntry, end: int, length: int) -> str:
-    problem = "leaves a gap, overlaps, or has another length than its shape"
+    problem = "leaves a gap, overlaps the entry before, or isn't as long as its shape requires"
     what = f"safetensors header: entry {_short(entry.name)} {problem}"
-    return error_text(what, found=f"bytes {entry.start} to {entry.stop}", expected=f"{end} to {end + length}")
+    return error_text(what, found=f"bytes {entry.start} to {entry.stop}", expected=f"bytes {end} to {end + length}")
 
 
 def _short(name: str) -> str:
@@ -266,8 +266,8 @@ def header_length(data: bytes | bytearray | memoryview, file_length: int) -> int
     # The check comes before the header is read: the number is from the file, and could claim 2**63 bytes.
     limit = min(file_length - _LENGTH_BYTES, _MAX_HEADER)
     if not 2 <= length <= limit:
-        what = "safetensors header: its length doesn't fit the file"
-        raise CorruptCheckpoint(error_text(what, found=length, expected=f"2 to {limit}"))
+        what = "safetensors header: the length that the file declares for it doesn't fit the file"
+        raise CorruptCheckpoint(error_text(what, found=f"{length} bytes", expected=f"2 to {limit}"))
     return length
 
 
@@ -335,8 +335,8 @@ def decode_header_and_metadata(
     """
     data_start = _LENGTH_BYTES + header_length(data, file_length)
     if len(data) < data_start:
-        heading = "safetensors header: cut off"
-        raise CorruptCheckpoint(error_text(heading, found=f"{len(data)} bytes", expected=data_start))
+        heading = "safetensors header: cut off, the data ends before the header does"
+        raise CorruptCheckpoint(error_text(heading, found=f"{len(data)} bytes", expected=f"{data_start} or more"))
     fields = parse_json(data[_LENGTH_BYTES:data_start], "safetensors header")
     if not isinstance(fields, dict) or data[_LENGTH_BYTES] != ord("{"):
         raise CorruptCheckpoint(error_text("safetensors header: not a JSON object"))
@@ -354,7 +354,7 @@ def decode_header_and_metadata(
         end = entry.stop
     if data_start + end != file_length:
         heading = "safetensors header: the entries don't end where the file does"
-        raise CorruptCheckpoint(error_text(heading, found=f"{file_length} bytes", expected=data_start + end))
+        raise CorruptCheckpoint(error_text(heading, found=f"{file_length} bytes", expected=f"{data_start + end} bytes"))
     return tuple(entries), data_start, metadata
 
 

@@ -193,7 +193,7 @@ def instance_of(record: Record, cls: type) -> Any:
     """
     names = _field_names(cls)
     if sorted(record.fields) != sorted(names):
-        raise _mismatch(record, sorted(record.fields), f"the class's {sorted(names)}")
+        raise _mismatch(record, f"fields {sorted(record.fields)}", f"{sorted(names)}, as in the class")
     if issubclass(cls, Enum):
         return _member(record, cls)
     if issubclass(cls, tuple):
@@ -212,11 +212,11 @@ def _member(record: Record, cls: type[Enum]) -> Enum:
     try:
         return cls(record.fields["value"])  # a combination of flags has no name of its own
     except (ValueError, TypeError, KeyError):
-        raise _mismatch(record, f"name {str(name)[:100]!r}", "a member") from None
+        raise _mismatch(record, f"name {str(name)[:100]!r}", "the name of a member") from None
 
 
 def _mismatch(record: Record, found: object, expected: object) -> UnsupportedValue:
-    what = f"{record.type_name[:200]}: the class in types differs from the stored one"
+    what = f"{record.type_name[:200]}: the class given in types doesn't fit the stored value"
     fix = "Leave the class out of types, and make the instance from the Record."
     return UnsupportedValue(error_text(what, found=str(found)[:1000], expected=expected, fix=fix))
 

@@ -83,11 +83,11 @@ def apply_rule(array: ObjectArray, rule: ObjectRule, shape: Shape) -> Sequence[A
         raise
     # Any other iterable is most likely a single value: a string for one cell would become its characters.
     if not isinstance(values, (list, tuple)):
-        heading, found = f"the rule for the objects {array.key!r} returned no list of values", type(values).__name__
+        heading, found = f"object_rules: the rule for {array.key!r} returned no list of values", type(values).__name__
         expected, fix = f"a list of length {cell_count(shape)}", "Return a list, even for a single cell."
         raise UnsupportedValue(error_text(heading, found=found, expected=expected, fix=fix))
     if len(values) != cell_count(shape):
-        heading = f"the rule for the objects {array.key!r} returned a wrong number of values"
+        heading = f"object_rules: the rule for {array.key!r} returned a wrong number of values"
         expected, fix = f"{cell_count(shape)}, for shape {shape}", "Return a value for each cell, in row-major order."
         raise ShapeError(error_text(heading, found=len(values), expected=expected, fix=fix))
     return tuple(values)

@@ -175,7 +175,7 @@ class Stored:
         # Formats and users write readers: a wrong box would otherwise be copied into tensors silently.
         box = self.reader(offset, shape)
         if box.shape != shape or box.dtype is not self.dtype:
-            what = f"read: storage returned another shape or dtype for the box at {offset} of {self.name!r}"
+            what = f"read: the storage returned a wrong shape or dtype for the box at {offset} of {self.name!r}"
             raise ShapeError(
                 error_text(what, found=_kind(tuple(box.shape), box.dtype), expected=_kind(shape, self.dtype))
             )

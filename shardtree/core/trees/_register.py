@@ -71,7 +71,7 @@ def register_dataclass(cls: _Class, *, static: Collection[str] = ()) -> _Class:
     if known is None or known.type is not cls:
         register(cls, node.flatten, node.unflatten, path_entry_type=optree.GetAttrEntry, namespace=NAMESPACE)
     elif getattr(known.flatten_func, "__self__", None) != node:
-        heading, fix = f"register_dataclass: {cls.__name__} is registered in another way", "Register it once."
+        heading, fix = f"register_dataclass: {cls.__name__} was registered with other arguments", "Register it once."
         raise MetadataError(error_text(heading, fix=fix))
     return cls
 

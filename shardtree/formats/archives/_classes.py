@@ -95,7 +95,7 @@ def _fill(value: Any, state: Any) -> None:
     fields = _fields(state, names)
     missing = [name for name in names if name not in fields]
     if missing:
-        raise _mismatch_error(type(value), f"no field {missing[0]!r}", f"{names}"[:200])
+        raise _mismatch_error(type(value), f"no field {missing[0]!r}", f"the fields {names}"[:200])
     for name in names:
         object.__setattr__(value, name, fields[name])  # A frozen class's own __setattr__ would refuse.
 
@@ -109,7 +109,7 @@ def _fields(state: Any, names: list[str]) -> dict[str, Any]:
 
 
 def _mismatch_error(cls: type, found: str, expected: str) -> UnsupportedValue:
-    what = f"{type_name(cls)}: the class given in types isn't what was stored"
+    what = f"{type_name(cls)}: the class given in types doesn't fit the stored value"
     return UnsupportedValue(error_text(what, found=found, expected=expected))
 
 

@@ -280,7 +280,7 @@ def _buffers(data: bytes, tensors: list[StreamedTensor]) -> Iterator[memoryview]
             yield buffer
             nbytes += buffer.nbytes
         if nbytes != tensor.nbytes:
-            what = f"streamed_archive: the buffers of a tensor {tensor.shape} {tensor.dtype} have another length"
+            what = f"streamed_archive: the buffers of a tensor {tensor.shape} {tensor.dtype} don't have its length"
             found, expected = f"{nbytes} bytes", f"{tensor.nbytes} bytes"
             raise UnsupportedValue(error_text(what, found=found, expected=expected))
         at += nbytes

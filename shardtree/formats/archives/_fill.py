@@ -58,7 +58,7 @@ def strips(tensor: StoredTensor, what: str) -> Iterator[Box]:
     """
     if _overlaps(tensor):
         if (span := reach(tensor)) > MOST_EXPANDED_BYTES:
-            found, expected = f"{span} bytes of overlapping elements", f"at most {MOST_EXPANDED_BYTES}"
+            found, expected = f"{span} bytes of overlapping elements", f"at most {MOST_EXPANDED_BYTES} bytes"
             raise CorruptCheckpoint(error_text(f"{what}: a tensor is too large", found=found, expected=expected))
         yield (0,) * len(tensor.shape), tensor.shape
     elif 0 not in tensor.shape:

@@ -167,7 +167,7 @@ def _parts(number: int, file: WeightFile, refusals: Mapping[str, str]) -> Iterat
 
 def _offsets(file: WeightFile) -> Mapping[str, Any]:
     if (version := file.texts.get(_VERSION, _KNOWN_VERSION)) != _KNOWN_VERSION:
-        what = f"open: {file.name!r} has another version of {_OFFSETS}"
+        what = f"open: {file.name!r} has an unsupported version of {_OFFSETS}"
         fix = "Load it with the program that wrote it."
         raise UnsupportedValue(error_text(what, found=version[:100], expected=_KNOWN_VERSION, fix=fix))
     if _OFFSETS not in file.texts:
@@ -187,7 +187,7 @@ def _offset(file: WeightFile, key: str, offsets: Mapping[str, Any], axes: int) -
 
 
 def _unsound(file: WeightFile, found: str, expected: str) -> CorruptCheckpoint:
-    what, fix = f"open: the header of {file.name!r} is not sound", "It was damaged or edited; fetch it again."
+    what, fix = f"open: the header of {file.name!r} is malformed", "It was damaged or edited; fetch it again."
     return CorruptCheckpoint(error_text(what, found=found, expected=expected, fix=fix))
 
 
@@ -273,12 +273,12 @@ def load_sharded(checkpoint: Checkpoint, shards: Sequence[ShardedTensor]) -> Rea
     check_taken(contents.refusals, [shard.key for shard in shards])
     if doubts := _doubts(checkpoint, contents, shards):
         lines = (f"{key!r}: {reason}" for key, reason in sorted(doubts.items()))
-        what = "load: a missing part of these tensors couldn't be noticed"
+        what = "load: the files don't say how large these tensors are, so a missing file would go unnoticed"
         fix = "Pass the saved shapes as LoadOptions(shapes=...)."
         raise ShapeError(error_text(what, offenders=lines, fix=fix))
     if others := _other_shapes(checkpoint, contents, shards):
         lines = (f"{key!r}: {reason}" for key, reason in sorted(others.items()))
-        raise ShapeError(error_text("load: the target has other shapes than the files make", offenders=lines))
+        raise ShapeError(error_text("load: the target's shapes differ from those that the files make", offenders=lines))
     return load_from_index(checkpoint, contents.index, shards)
 
 

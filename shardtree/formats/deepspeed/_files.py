@@ -116,9 +116,9 @@ def _group(
     if len(skips) != len(shapes):
         raise CorruptCheckpoint(
             error_text(
-                f"open: group {number} of the optimizer has other parameters than that of the model in {where!r}",
+                f"open: group {number} has different numbers of parameters in the optimizer and in {where!r}",
                 found=f"{len(skips)} in param_alignment_paddings[{number}]",
-                expected=f"{len(shapes)}, by param_shapes[{number}]",
+                expected=f"{len(shapes)}, as in param_shapes[{number}]",
                 fix="Files of two saves lie in the folder; load another checkpoint.",
             )
         )
@@ -263,7 +263,7 @@ def read_optimizer(checkpoint: Checkpoint, files: Sequence[ArchiveFile], first: 
     vectors = [[tensor.of(StoredTensor) for tensor in saved.member(_MASTERS[is_zero3]).items()] for saved in inner]
     counts = {len(by_group) for by_group in vectors}
     if len(counts) > 1:
-        what = f"open: {files[0].where!r} and the other ranks' files have different groups of parameters"
+        what = f"open: {files[0].where!r} and the other ranks' files have different numbers of parameter groups"
         raise CorruptCheckpoint(error_text(what, found=f"{sorted(counts)} groups", fix="Copy all files of one save."))
     masters = [
         [Vector(first + rank, by_group[group]) for rank, by_group in enumerate(vectors)] for group in range(max(counts))
@@ -273,7 +273,7 @@ def read_optimizer(checkpoint: Checkpoint, files: Sequence[ArchiveFile], first: 
     base = [saved.member("optimizer_state_dict" if is_zero3 else "base_optimizer_state") for saved in inner]
     groups = [[] if isinstance(state.value, list) else state.member("param_groups").items() for state in base]
     if len(counts := {*map(len, groups)}) > 1:
-        what = f"open: {files[0].where!r} and the other ranks' files have different groups of hyperparameters"
+        what = f"open: {files[0].where!r} and the other ranks' files have different numbers of hyperparameter groups"
         raise CorruptCheckpoint(error_text(what, found=f"{sorted(counts)} groups", fix="Copy all files of one save."))
     paddings = inner[0].member("param_alignment_paddings", [])
     return Optimizer(

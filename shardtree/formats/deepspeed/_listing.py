@@ -188,4 +188,4 @@ def check_count(storage: Storage, folder: str, kind: str, count: int, expected: 
     fewer = "Copy every rank's file; without one, its part of each tensor is missing."
     fix = fewer if count < expected else "Move away the files of an older save with more ranks."
     what = f"open: {storage.where(folder.rstrip('/'))!r} doesn't have one {kind} file for each rank"
-    raise CorruptCheckpoint(error_text(what, found=f"{count} files", expected=f"{expected}, by {by}", fix=fix))
+    raise CorruptCheckpoint(error_text(what, found=f"{count} files", expected=f"{expected}, as {by} says", fix=fix))

@@ -101,8 +101,8 @@ def _add_state(
         description = f"a {type(value).__name__}"
         if isinstance(value, StoredTensor):
             description = f"a tensor of shape {value.shape}"
-        what = f"open: {file.where!r} has another shape than its parameter"
-        expected = f"a tensor of shape {shape}, by param_shapes in {model.where!r}"
+        what = f"open: {file.where!r} doesn't have its parameter's shape"
+        expected = f"a tensor of shape {shape}, as in param_shapes of {model.where!r}"
         fix = "It was converted from another model, or damaged; convert it again."
         raise CorruptCheckpoint(error_text(what, found=description, expected=expected, fix=fix))
     pieces = [piece_of(key, number, _shaped(value, shape))] if 0 not in shape else []

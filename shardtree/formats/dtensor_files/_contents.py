@@ -131,7 +131,7 @@ def _names(
     if len(flat) != len(ids) or len(set(flat)) != len(flat) or (lengths and lengths != sizes):
         counts = f"{len(flat)} names, {len(set(flat))} different" + (f", in groups of {lengths}" if lengths else "")
         fix = "Name each parameter once, in the order in which the optimizer got them; tied ones have one name."
-        raise TreeError(error_text(doing, found=counts, expected=f"{len(ids)} in groups of {sizes}", fix=fix))
+        raise TreeError(error_text(doing, found=counts, expected=f"{len(ids)} names, in groups of {sizes}", fix=fix))
     names = dict(zip(ids, flat, strict=True))
     wrong = [
         f"{names[index]!r}: its state {state!r} has shape {value.shape}, "

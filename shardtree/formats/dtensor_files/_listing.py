@@ -72,7 +72,7 @@ def rank_files(names: Iterable[str], where: str) -> RankFiles:
         sizes = ", ".join(f"of {size} ranks" for size in sorted(by_size))
         fix = "Move the files of other saves away; nothing in them says which are current."
         what = f"open: {where!r} has ranks' files of several saves"
-        raise CorruptCheckpoint(error_text(what, found=f"files {sizes}", expected="one world size", fix=fix))
+        raise CorruptCheckpoint(error_text(what, found=f"files {sizes}", expected="one number of ranks", fix=fix))
     ((size, kinds),) = by_size.items()
     fix = "Copy every rank's file; without it, its rows are missing."
     beyond = [name for ranks in kinds.values() for rank, name in ranks.items() if rank >= size]

@@ -86,7 +86,7 @@ def model_files(
     _check_storable(kinds)
     room = header_bytes - sum(_text_bytes(name) + _text_bytes(text) for name, text in texts.items())
     if room < 0:
-        what, expected = f"save: strings of {TEXTS!r} are too long", f"at most {header_bytes} bytes, as in a header"
+        what, expected = f"save: strings of {TEXTS!r} are too long", f"at most {header_bytes} bytes"
         found, fix = f"{header_bytes - room} bytes", "Shorten them, or leave some out of the tree."
         raise MetadataError(error_text(what, found=found, expected=expected, fix=fix))
     return tuple(_file(names, kinds, texts) for names in _groups(kinds, max_file_bytes, room, writers or {}))

@@ -193,7 +193,7 @@ def _is_inside(name: Any) -> bool:
 
 def _unsound(where: str, found: str, expected: str) -> CorruptCheckpoint:
     fix = "It was damaged or edited; fetch it again."
-    return CorruptCheckpoint(error_text(f"open: {where!r} is not sound", found=found, expected=expected, fix=fix))
+    return CorruptCheckpoint(error_text(f"open: {where!r} is malformed", found=found, expected=expected, fix=fix))
 
 
 # A tied tensor has the values of another one; an index may list it although no file has it.

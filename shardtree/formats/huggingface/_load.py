@@ -94,7 +94,7 @@ def _header_if_there(storage: Storage, name: str) -> WeightFile | None:
             # A model that was cloned without git-lfs has pointers in place of files.
             if bytes(reader.read(0, min(reader.length, len(_POINTER)))) == _POINTER:
                 cause, fix = "a pointer of git-lfs", "Fetch the file itself: git lfs pull."
-            what = f"open: {where!r} is not a sound safetensors file"
+            what = f"open: {where!r} is not a valid safetensors file"
             raise CorruptCheckpoint(error_text(what, found=cause, fix=fix)) from error
 
 
@@ -213,7 +213,7 @@ def _rows(listing: ModelListing, files: Sequence[WeightFile]) -> list[tuple[int,
         f"{key[:200]!r} in {file!r}" for key, file in index.items() if key not in rows and (key in there or not rows)
     ]
     if wrong:
-        what = f"open: {listing.name!r} lists tensors that aren't in their files"
+        what = f"open: {listing.name!r} lists tensors that aren't in the files that it names"
         fix = "Files and index belong to different saves; fetch them again."
         raise CorruptCheckpoint(error_text(what, offenders=wrong, fix=fix))
     return list(rows.values())

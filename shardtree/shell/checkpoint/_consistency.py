@@ -65,8 +65,8 @@ def known_layout(doing: str, layout: object, shards: Sequence[ShardedTensor], ra
         )
     beyond = sorted(set(layout.rank[(layout.rank < 0) | (layout.rank >= ranks)].tolist()))
     if beyond:
-        expected, fix = f"ranks 0 to {ranks - 1}", "Pass only rows of ranks of this world, with its rank numbers."
-        what = f"{doing}: the layout has shards of ranks outside of the world"
+        expected, fix = f"ranks 0 to {ranks - 1}", "Leave out the shards of other ranks, or correct the rank numbers."
+        what = f"{doing}: the layout has shards of ranks that don't exist"
         raise IntegrityError(error_text(what, found=rank_text(beyond), expected=expected, fix=fix))
     columns = _with_used_keys(layouts.join_columns([layout]))
     columns = layouts.select_rows(columns, _place_order(columns))
@@ -75,7 +75,7 @@ def known_layout(doing: str, layout: object, shards: Sequence[ShardedTensor], ra
     layout_rows = _rows(layouts.select_rows(columns, np.flatnonzero(columns.rank == rank)))
     tree_rows = _rows(layouts.select_rows(own, order))
     if layout_rows != tree_rows:
-        fix = "Compute the layout for this tree, on this number of ranks, and number the ranks as the world does."
+        fix = "Compute the layout for this tree and number of ranks, with the numbers that the ranks have here."
         what = f"{doing}: the layout differs from the tree on rank {rank}"
         raise IntegrityError(error_text(what, offenders=_differences(layout_rows, tree_rows), fix=fix))
     return KnownLayout(columns, order, _digest(columns))

@@ -166,7 +166,7 @@ def check_options(doing: str, options: object, kind: type) -> None:
     for name in ("progress", "report"):
         call = getattr(options, name)
         if not (callable(call) or (call is None and name == "report")):
-            what, fix = f"{doing}: invalid options.{name}", "Pass a function, or leave it out."
+            what, fix = f"{doing}: invalid options.{name}", f"Pass a function as {name}, or leave {name} out."
             raise MetadataError(error_text(what, found=repr(call), expected="a function", fix=fix))
 
 

@@ -65,7 +65,7 @@ def wrapped(storage: Storage, **calls: Function | None) -> Any:
     """
     names = {*CALLS, *(capability.name for capability in fields(Capabilities))}
     wrong = [f"{name}: unknown method" for name in calls if name not in names]
-    wrong += [f"{name}: None, but every storage has it" for name in CALLS if calls.get(name, wrapped) is None]
+    wrong += [f"{name}: None, but the method is required" for name in CALLS if calls.get(name, wrapped) is None]
     if wrong:
         raise StorageError(error_text("wrapped: invalid methods", offenders=wrong, fix="Pass functions or None."))
     return Wrapped(storage, calls)

@@ -148,11 +148,11 @@ def check_seen(storage: Storage, files: Iterable[tuple[str, int]], writer: str) 
     """
     # Each node may have mounted its own disk at the path, or another save's clean-up may have removed a file.
     for name, length in files:
-        length_here = storage.length(name)
-        if length_here != length:
+        if (length_here := storage.length(name)) != length:
+            found = "no such file" if length_here is None else f"{length_here} bytes"
             heading = f"save: rank 0 doesn't see {storage.where(name)!r} as {writer} wrote it"
             fix = "Every rank must see the same folder; use shared storage."
-            raise StorageError(error_text(heading, found=length_here, expected=f"{length} bytes", fix=fix))
+            raise StorageError(error_text(heading, found=found, expected=f"{length} bytes", fix=fix))
 
 
 def checked_data(shard: ShardedTensor) -> Any:

@@ -137,7 +137,7 @@ def replace_metadata(storage: Storage, before: bytes | None, fields: Mapping[str
 
 
 def _unknown(storage: Storage, found: object) -> OutcomeUnknown:
-    what = f"save: no answer to the request that commits {storage.where()!r}; it may still be executed"
+    what = f"save: no answer to the request that commits {storage.where()!r}; the request may still be executed"
     fix = "Nothing was removed: check later whether the new checkpoint is there, or save again."
     return OutcomeUnknown(error_text(what, found=found, fix=fix))
 

@@ -370,7 +370,7 @@ def _checked_row(action: Enum, backend: str, version: int) -> Row:
         return action, backend, number
     row = f"({action!r}, {backend!r}, {version!r})"
     raise StrategyError(
-        error_text("strategies: invalid row", found=row, expected="(StrategyAction, backend name, version)")
+        error_text("invalid action, backend or version", found=row, expected="(StrategyAction, backend name, version)")
     )
 
 

@@ -113,7 +113,7 @@ class World(ABC):
         sizes = {rank: data.size for rank, data in pieces.items()}
         expected = {rank: buffer.numel() for rank, buffer in incoming.items() if buffer.numel()}
         if sizes != expected:
-            heading = f"exchange: the bytes sent to rank {self.rank} don't fit its buffers (sizes by peer)"
+            heading = f"exchange: the byte counts sent to rank {self.rank}, by sender, aren't its buffers' sizes"
             raise WorldError(error_text(heading, found=sizes, expected=expected))
         for rank, data in pieces.items():
             np.copyto(incoming[rank].numpy(), data)
@@ -148,7 +148,7 @@ class World(ABC):
             plain = buffer.is_cpu and buffer.dtype == torch.uint8 and buffer.ndim == 1 and buffer.is_contiguous()
             if not plain:
                 found = f"{tuple(buffer.shape)} {buffer.dtype} on {buffer.device}, strides {buffer.stride()}"
-                expected = "contiguous bytes in the CPU's memory, uint8 of one axis"
+                expected = "(bytes,) torch.uint8 on cpu, strides (1,)"
                 raise WorldError(error_text(f"exchange: bad buffer for rank {peer}", found=found, expected=expected))
 
     def check_one_each(self, values: Sequence[object]) -> None:
@@ -231,10 +231,10 @@ class OneProcess(World):
         return list(values)
 
     def send(self, value: Any, to: int) -> NoReturn:
-        raise WorldError(error_text(f"send(to={to}): there is no other rank in a world of one"))
+        raise WorldError(error_text(f"send(to={to}): rank 0 is the only rank"))
 
     def recv(self, source: int) -> NoReturn:
-        raise WorldError(error_text(f"recv(source={source}): there is no other rank in a world of one"))
+        raise WorldError(error_text(f"recv(source={source}): rank 0 is the only rank"))
 
 
 ALONE: Final[World] = OneProcess(0, 1, DEFAULT_TIMEOUT)

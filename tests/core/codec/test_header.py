@@ -165,7 +165,7 @@ def test_any_bytes_are_a_header_or_an_error(text: bytes, file_length: int) -> No
     ("entries", "reason"),
     [
         ([HeaderEntry("w", "U8", (4,), 4, 8)], "gap"),
-        ([HeaderEntry("w", "F32", (4,), 0, 4)], "another length than its shape"),
+        ([HeaderEntry("w", "F32", (4,), 0, 4)], "isn't as long as its shape requires"),
         ([HeaderEntry("w", "U8", (1,), 0, 1), HeaderEntry("w", "U8", (1,), 1, 2)], "same name"),
         ([HeaderEntry("__metadata__", "U8", (1,), 0, 1)], "same name"),
         ([HeaderEntry("w\ud800", "U8", (1,), 0, 1)], "surrogates"),

@@ -119,7 +119,7 @@ def test_a_class_that_has_changed_is_an_error() -> None:
     with pytest.raises(UnsupportedValue, match=r"found \['name'\], expected the class's \['inner', 'name'\]"):
         decode_tree(stored, types=(Frozen,))
     stored = encode_tree(Record(f"{__name__}.Color", {"name": "GREEN", "value": 9}))
-    with pytest.raises(UnsupportedValue, match="found name 'GREEN', expected a member"):
+    with pytest.raises(UnsupportedValue, match="found name 'GREEN', expected the name of a member"):
         decode_tree(stored, types=(Color,))
 
 

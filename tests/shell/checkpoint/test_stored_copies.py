@@ -189,7 +189,7 @@ def test_ranks_of_deepspeed_with_other_groups_of_hyperparameters_are_refused() -
     folder, file = folder_of(SAVE), optimizer_file(SAVE, 2)
     file["optimizer_state_dict"]["optimizer_state_dict"]["param_groups"].pop()
     folder.replace("step_3/bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt", archive(file), durable=False)
-    with pytest.raises(CorruptCheckpoint, match=r"different groups of hyperparameters\n  found \[1, 2\] groups"):
+    with pytest.raises(CorruptCheckpoint, match=r"different numbers of hyperparameter groups\n  found \[1, 2\] groups"):
         st.check_replicas(folder)
 
 

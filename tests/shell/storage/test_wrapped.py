@@ -94,8 +94,8 @@ def test_a_replaced_checkpoint_is_noticed_through_a_wrapper() -> None:
 @pytest.mark.parametrize(
     ("calls", "offender"),
     [
-        ({"write": None}, "write: None, but every storage has it"),
-        ({"read": None, "move": None}, "read: None, but every storage has it"),
+        ({"write": None}, "write: None, but the method is required"),
+        ({"read": None, "move": None}, "read: None, but the method is required"),
         ({"wirte": print}, "wirte: unknown method"),
     ],
 )

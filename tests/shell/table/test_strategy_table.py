@@ -131,7 +131,7 @@ def test_rows_may_have_an_action_of_ones_own():
 def test_what_is_no_action_is_refused(action):
     with pytest.raises(StrategyError, match="invalid entries"):
         default_strategies | {(action, *NATIVE): len}
-    with pytest.raises(StrategyError, match="strategies: invalid row"):
+    with pytest.raises(StrategyError, match="invalid action, backend or version"):
         register_default_strategy(action, *NATIVE, len)
 
 

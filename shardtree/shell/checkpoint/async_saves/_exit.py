@@ -110,7 +110,7 @@ def check_idle(calls: Calls) -> None:
         WorldError: a save is being committed; the error names it.
     """
     if calls.is_committing:
-        fix = "Finalize or close after maybe_finalize_async_calls has returned; a finalizer may only schedule saves."
+        fix = "Call maybe_finalize_async_calls and close outside of finalizers, which may only schedule saves."
         raise WorldError(error_text(f"{calls[0]}: a finalizer of the save tries to commit it again", fix=fix))
 
 
@@ -132,7 +132,7 @@ def _written_count(calls: Sequence[QueuedSave], *, blocking: bool, no_dist: bool
     if len(set(indices)) > 1:
         offenders = [f"rank {rank}: async save {index}" for rank, index in enumerate(indices)]
         fix = "Schedule and finalize the same saves on every rank, in the same order."
-        what = f"{calls[0]}: rank {world.rank} would finalize it, other ranks a different save"
+        what = f"{calls[0]}: rank {world.rank} would finalize this save, other ranks would finalize another"
         raise WorldError(error_text(what, offenders=offenders, fix=fix))
     return min(count for _, count in progress)
 

@@ -272,7 +272,7 @@ def _check_request(request: object) -> None:
         raise CheckpointingException(error_text(what, found=type(request).__name__, fix=fix))
     for call in calls_in_progress():
         if call.request.async_fn is request.async_fn:
-            fix = "Schedule a request once; add finalizers before that."
+            fix = "Schedule each request only once, after its finalizers are added."
             raise CheckpointingException(error_text(f"{call}: the request is scheduled already", fix=fix))
 
 

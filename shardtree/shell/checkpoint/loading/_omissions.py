@@ -74,7 +74,7 @@ def _without_unexpected(target: Target, tree: Any, unexpected: set[str]) -> Targ
         if keys and keys < keys_of(leaf)
     ]
     if partly:
-        what, fix = "load: factories are stored only in part", "Leave them out, or let them build only stored shards."
+        what, fix = "load: factories' shards aren't all stored", "Leave the factories out, or build only stored shards."
         raise KeyMismatch(error_text(what, offenders=partly, fix=fix))
     return take_apart(
         map_shards(lambda leaf: HOLE if keys_of(leaf) and keys_of(leaf) <= unexpected else leaf, tree),

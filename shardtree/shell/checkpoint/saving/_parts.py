@@ -178,12 +178,12 @@ def _check_data(tensors: Sequence[tuple[TreePath, ShardedTensor]]) -> None:
         )
     others = [f"{shard.key!r} at {render_path(path)}: {kind}" for path, shard in tensors if (kind := _kind(shard.data))]
     if others:
-        fix = "Save the result of .to_dense(), or its parts as separate tensors."
+        fix = "Save tensor.to_dense(), or save the tensor's components as separate tensors."
         raise UnsupportedValue(error_text("save: data of shards isn't a dense tensor", offenders=others, fix=fix))
     problems = [f"{render_path(path)}: {difference}" for path, shard in tensors if (difference := misfit(shard))]
     if problems:
-        fix = "Change a dtype with `cast` and a shape with `map_shards`, or make shards after changing a tensor."
-        raise ShapeError(error_text("save: data of shards has another dtype or shape", offenders=problems, fix=fix))
+        fix = "Change a dtype with `cast` and a shape with `map_shards`, or make a shard after changing its tensor."
+        raise ShapeError(error_text("save: data doesn't fit the shard's dtype or shape", offenders=problems, fix=fix))
 
 
 def _has_data(shard: ShardedTensor) -> bool:

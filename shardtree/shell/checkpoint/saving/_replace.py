@@ -126,7 +126,7 @@ def remove_sibling(storage: Storage, sibling: Sibling, strategies: Strategies | 
         # The old folder is searched again, since files may have been made between the links and the exchange.
         others = _others(sibling.storage, sibling, strategies)
         if clashes := sibling.share(others, durable=durable):
-            what = f"save: old files of {storage.where()!r} stay beside it, since new files have their names"
+            what = f"save: other programs' files can't return to {storage.where()!r}: new files have their names"
             fix = f"Inspect {sibling.storage.where()!r}, and remove it."
             raise StorageError(error_text(what, offenders=map(repr, clashes), fix=fix))
     sibling.remove()

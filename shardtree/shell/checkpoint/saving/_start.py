@@ -166,7 +166,7 @@ def inspect_folder(storage: Storage, formats: Formats, *, overwrite: bool, save_
     names = () if formats.in_save_folder else manifests(formats.strategies)
     if (manifest := next((name for name in names if storage.length(name) is not None), None)) is not None:
         what = f"save: {storage.where(manifest)!r} lists files that no longer exist, or aren't a checkpoint"
-        raise StorageError(error_text(what, fix="Remove it, or save to another folder: loads would check files by it."))
+        raise StorageError(error_text(what, fix="Remove this file or save elsewhere: loads check files against it."))
     return save_id, before, None
 
 
