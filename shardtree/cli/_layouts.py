@@ -136,7 +136,7 @@ def trees_on_mesh(shards: RankTree, layout: MeshLayout) -> RankTrees:
     if spare:
         lines = [_why_unused(pattern, fits, spec, shards) for pattern, fits, spec in rows if pattern in spare]
         fix = "Quote patterns, so that the shell doesn't expand them."
-        raise KeyMismatch(error_text("--spec: no tensor is cut by these specs", offenders=lines, fix=fix))
+        raise KeyMismatch(error_text("--spec: these specs are used for no tensor", offenders=lines, fix=fix))
     note_shell_patterns("--spec", patterns, shards)
     # Layers repeat shapes and specs, so that one tensor of each kind is cut, and others copy its cut.
     alike = {key: (shards[key].global_shape, shards[key].dtype, row and row[1]) for key, row in specs.items()}

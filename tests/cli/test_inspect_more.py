@@ -92,7 +92,7 @@ def test_steps_of_every_name_and_unfinished_ones_are_shown(tmp_path: Path) -> No
 def test_of_a_run_a_step_must_be_named(tmp_path: Path) -> None:
     saved(str(tmp_path))
     done = run("inspect", tmp_path, "--key", "w")
-    assert done.exit_code == 2 and f"Name one, such as {tmp_path}/step_00000300." in done.stderr
+    assert done.exit_code == 2 and f"Inspect one step, such as {tmp_path}/step_00000300." in done.stderr
 
 
 def test_layers_that_are_alike_are_one_row() -> None:

@@ -266,7 +266,7 @@ def header_length(data: bytes | bytearray | memoryview, file_length: int) -> int
     # The check comes before the header is read: the number is from the file, and could claim 2**63 bytes.
     limit = min(file_length - _LENGTH_BYTES, _MAX_HEADER)
     if not 2 <= length <= limit:
-        what = "safetensors header: the length that the file declares for it doesn't fit the file"
+        what = "safetensors header: the declared length of the header doesn't fit the file"
         raise CorruptCheckpoint(error_text(what, found=f"{length} bytes", expected=f"2 to {limit}"))
     return length
 

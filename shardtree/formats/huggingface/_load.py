@@ -213,7 +213,7 @@ def _rows(listing: ModelListing, files: Sequence[WeightFile]) -> list[tuple[int,
         f"{key[:200]!r} in {file!r}" for key, file in index.items() if key not in rows and (key in there or not rows)
     ]
     if wrong:
-        what = f"open: {listing.name!r} lists tensors that aren't in the files that it names"
+        what = f"open: {listing.name!r} lists tensors that aren't in the files named for them"
         fix = "Files and index belong to different saves; fetch them again."
         raise CorruptCheckpoint(error_text(what, offenders=wrong, fix=fix))
     return list(rows.values())

@@ -116,7 +116,7 @@ def test_nothing_is_imported_because_a_file_names_it() -> None:
 
 def test_a_class_that_has_changed_is_an_error() -> None:
     stored = encode_tree(Record(f"{__name__}.Frozen", {"name": "a"}))
-    with pytest.raises(UnsupportedValue, match=r"found \['name'\], expected the class's \['inner', 'name'\]"):
+    with pytest.raises(UnsupportedValue, match=r"found fields \['name'\], expected \['inner', 'name'\], as in"):
         decode_tree(stored, types=(Frozen,))
     stored = encode_tree(Record(f"{__name__}.Color", {"name": "GREEN", "value": 9}))
     with pytest.raises(UnsupportedValue, match="found name 'GREEN', expected the name of a member"):

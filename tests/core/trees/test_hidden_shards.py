@@ -198,7 +198,7 @@ def test_what_other_libraries_mark_as_static_is_no_child() -> None:
 def test_registering_again_is_the_same_and_otherwise_refused() -> None:
     assert trees.register_dataclass(State) is State
     assert trees.register_dataclass(Marked, static=["name"]) is Marked
-    with pytest.raises(MetadataError, match="in another way"):
+    with pytest.raises(MetadataError, match="was registered with other arguments"):
         trees.register_dataclass(State, static=("step",))
     with pytest.raises(MetadataError, match=r"unknown fields of Layer\n.*'v'"):
         trees.register_dataclass(Layer, static=("v",))
