@@ -195,8 +195,8 @@ def strategies_of(backend: str | tuple[str, int], most_file_bytes: int | None) -
     name = backend if isinstance(backend, str) else backend[0]
     if name != "huggingface":
         expected = "--to huggingface"
-        what = "convert: --max-file-size works only with the format huggingface"
-        raise StrategyError(error_text(what, found=f"--to {name}", expected=expected))
+        heading = "convert: --max-file-size works only with the format huggingface"
+        raise StrategyError(error_text(heading, found=f"--to {name}", expected=expected))
     # The call gets a table of its own, and the process's table stays unchanged.
     row = (StrategyAction.SAVE_SHARDED, "huggingface", 1)
     return {**default_strategies, row: huggingface.save_sharded_up_to(most_file_bytes)}

@@ -85,8 +85,8 @@ def run_demo(*, ranks: int, load_ranks: int, keep: Path | None) -> int:
         CheckpointingException: A save or load failed.
     """
     if keep is not None and is_checkpoint(keep):  # The check comes before any process starts.
-        what = f"demo: {str(keep)!r} already holds a checkpoint"
-        raise AlreadyACheckpoint(error_text(what, fix="Pass another folder as --keep."))
+        heading = f"demo: {str(keep)!r} already holds a checkpoint"
+        raise AlreadyACheckpoint(error_text(heading, fix="Pass another folder as --keep."))
     began, console = time.monotonic(), Output()
     file = pretrained_file()
     weights = whole_weights(file)

@@ -291,8 +291,8 @@ def run_inspect(checkpoint: str, view: Selection, *, as_json: bool, allow_pickle
         if steps is None:
             raise
         if view != Selection(sort=view.sort, limit=view.limit):
-            what, fix = f"inspect: {checkpoint!r} is a folder of steps", f"Inspect one step, such as {steps.newest}."
-            raise NotACheckpoint(error_text(what, expected="one checkpoint", fix=fix)) from None
+            heading, fix = f"inspect: {checkpoint!r} is a folder of steps", f"Inspect one step, such as {steps.newest}."
+            raise NotACheckpoint(error_text(heading, expected="one checkpoint", fix=fix)) from None
         return run_series(steps, limit=view.limit, as_json=as_json)
     console = Output()
     if view.values is not None:

@@ -150,11 +150,11 @@ def _with_location(function: Callable[[Any], Any], file: str, name: str) -> Call
             error.add_note(f"raised in {name}, {_place(error, file)}")
             raise
         except Exception as error:
-            what = f"{name} of {_place(error, file)}: {type(error).__name__}: {error}"
+            heading = f"{name} of {_place(error, file)}: {type(error).__name__}: {error}"
             key = error.args[0] if isinstance(error, KeyError) and error.args else None
             near = near_names([key], list(tree)) if isinstance(key, str) and isinstance(tree, Mapping) else {}
             fix = f"Did you mean {near[key]!r}?" if key in near else "Correct the function."
-            raise TreeError(error_text(what, fix=fix)) from error
+            raise TreeError(error_text(heading, fix=fix)) from error
 
     return call
 

@@ -117,8 +117,8 @@ def series_in(root: Storage | str, names: str) -> CheckpointSeries:
 
 def no_step(where: str) -> str:
     """Return the text of the error for a root without finished steps."""
-    what, expected = f"series: no finished step under {where!r}", "folders such as step_00000100 or iter_0000100"
-    return error_text(what, expected=expected, fix="Name the folder of a run, or pass --names.")
+    heading, expected = f"series: no finished step under {where!r}", "folders such as step_00000100 or iter_0000100"
+    return error_text(heading, expected=expected, fix="Name the folder of a run, or pass --names.")
 
 
 def _step_folders(storage: Storage) -> dict[str, str]:
@@ -249,8 +249,8 @@ def run_pin(where: str, names: str | None, numbers: Sequence[int], *, is_pinned:
     lost = [str(number) for number in numbers if number not in steps]
     if lost:
         existing = ", ".join(shorten([str(number) for number in steps])) or "no finished step"
-        what = f"series: no {'step' if len(lost) == 1 else 'steps'} {', '.join(shorten(lost))} under {where!r}"
-        raise NotACheckpoint(error_text(what, found=existing, fix="Name steps by their numbers."))
+        heading = f"series: no {'step' if len(lost) == 1 else 'steps'} {', '.join(shorten(lost))} under {where!r}"
+        raise NotACheckpoint(error_text(heading, found=existing, fix="Name steps by their numbers."))
     chosen = [steps[number] for number in dict.fromkeys(numbers)]
     for step in chosen:
         (series.pin if is_pinned else series.unpin)(step)

@@ -47,9 +47,9 @@ def run_verify(checkpoint: str, *, threads: int | None, needs_checksums: bool, a
     else:
         _show(Output(), checkpoint, report, pace(report.bytes_read, time.monotonic() - began))
     if report.sound is None and needs_checksums:
-        what, fix = "verify: bytes without a checksum", "Leave out --require-checksums: most formats have some."
+        heading, fix = "verify: bytes without a checksum", "Leave out --require-checksums: most formats have some."
         amount = f"{size(report.unchecked_nbytes)} of {checkpoint}"
-        complain("verify", StrategyError(error_text(what, found=amount, expected="none", fix=fix)))
+        complain("verify", StrategyError(error_text(heading, found=amount, expected="none", fix=fix)))
         return TROUBLE
     # Bytes without a checksum aren't damage, since most formats of other programs have some.
     return 0 if report.sound is not False else 1

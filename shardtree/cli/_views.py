@@ -178,8 +178,8 @@ def show_values(console: Console, tree: OpenCheckpoint, text: str, *, as_json: b
     index = () if match is None else tuple(_entry(part.strip(), text) for part in match["index"].split(","))
     data = _tensor(tree, key).data
     if len(index) > len(data.shape):
-        what, expected = f"inspect: {text!r} has too many indices", f"at most {len(data.shape)}"
-        raise ShapeError(error_text(what, found=len(index), expected=expected))
+        heading, expected = f"inspect: {text!r} has too many indices", f"at most {len(data.shape)}"
+        raise ShapeError(error_text(heading, found=len(index), expected=expected))
     try:
         # Indices apply one at a time from the last axis on, so that one that drops its axis doesn't move the others.
         for axis in reversed(range(len(index))):

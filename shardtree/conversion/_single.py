@@ -124,7 +124,9 @@ def in_one_file(strategies: Strategies | None) -> Strategies:
     """
     row = (StrategyAction.SAVE_SHARDED, "huggingface", 1)
     if table_of(strategies)[row] is not default_strategies[row]:
-        what = "convert: the output is a single file, which a custom save function or a limit of file sizes can't write"
+        heading = (
+            "convert: the output is a single file, which a custom save function or a limit of file sizes can't write"
+        )
         fix = "Convert to a folder, or leave out the custom function or limit (--max-file-size, save_sharded_up_to)."
-        raise StrategyError(error_text(what, fix=fix))
+        raise StrategyError(error_text(heading, fix=fix))
     return {**table_of(strategies), row: huggingface.save_sharded_up_to(2**63)}

@@ -62,8 +62,8 @@ def check_listed(checkpoint: Checkpoint, name: str) -> None:
     if file_sha256(checkpoint.storage, name) != expected:
         fix = "The medium or a later program damaged it; load another checkpoint."
         where = checkpoint.storage.where(name)
-        what = f"load: {where!r} isn't what was saved: its SHA-256 differs from that in {MANIFEST_FILE}"
-        raise CorruptCheckpoint(error_text(what, fix=fix))
+        heading = f"load: {where!r} isn't what was saved: its SHA-256 differs from that in {MANIFEST_FILE}"
+        raise CorruptCheckpoint(error_text(heading, fix=fix))
     checked_names.add(name)
 
 

@@ -109,8 +109,8 @@ def save_universal(
 
 def _check_free(storage: Storage) -> None:
     if is_checkpoint(storage):
-        what = f"save_universal: {storage.where()!r} already holds a checkpoint"
-        raise AlreadyACheckpoint(error_text(what, fix="Write to another folder."))
+        heading = f"save_universal: {storage.where()!r} already holds a checkpoint"
+        raise AlreadyACheckpoint(error_text(heading, fix="Write to another folder."))
 
 
 def _write_states(
@@ -166,10 +166,10 @@ def _parts(checkpoint: OpenCheckpoint, leave_out: Sequence[str]) -> _Parts:
             weights.append(key)
     homeless += [f"'optimizer.state.*.{name}': there is no parameter {name!r}" for name in states.keys() - set(weights)]
     if homeless:
-        what = (
+        heading = (
             f"save_universal: keys of {checkpoint.checkpoint.storage.where()!r} that a universal checkpoint can't hold"
         )
-        raise KeyMismatch(error_text(what, offenders=sorted(homeless), fix="List these keys in leave_out=."))
+        raise KeyMismatch(error_text(heading, offenders=sorted(homeless), fix="List these keys in leave_out=."))
     return _Parts(weights, states)
 
 
@@ -177,9 +177,9 @@ def _check_names(names: Sequence[str]) -> None:
     unfit = ("", ".", "..", "optimizer_state.pt")
     wrong = [repr(name) for name in names if "/" in name or "\\" in name or name in unfit]
     if wrong:
-        what = "save_universal: the tag or names of parameters can't be names of folders"
+        heading = "save_universal: the tag or names of parameters can't be names of folders"
         fix = "Pass another tag=, or convert the checkpoint to other names of parameters first."
-        raise UnsupportedValue(error_text(what, offenders=wrong, fix=fix))
+        raise UnsupportedValue(error_text(heading, offenders=wrong, fix=fix))
 
 
 def _fields(

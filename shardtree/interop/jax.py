@@ -85,8 +85,8 @@ def to_jax(leaves: Mapping[str, Any], like: Any) -> Any:
     """
     pairs = _by_key(like)
     if missing := [repr(key) for key, _ in pairs if key not in leaves]:
-        what, fix = "to_jax: missing leaves", "Pass what load returned for from_jax(like)."
-        raise KeyMismatch(error_text(what, offenders=missing, fix=fix))
+        heading, fix = "to_jax: missing leaves", "Pass what load returned for from_jax(like)."
+        raise KeyMismatch(error_text(heading, offenders=missing, fix=fix))
     arrays = jax.Array, jax.ShapeDtypeStruct
     values = [_array(key, leaves[key], leaf) if isinstance(leaf, arrays) else leaves[key] for key, leaf in pairs]
     return jax.tree.unflatten(jax.tree.structure(like), values)
@@ -131,17 +131,17 @@ def _abstract_parts(key: str, array: jax.ShapeDtypeStruct) -> list[tuple[jax.Dev
         UnsupportedValue: The array has no sharding, or is a random key, whose data have another shape.
     """
     if jax.numpy.issubdtype(array.dtype, prng_key):
-        what, fix = (
+        heading, fix = (
             f"from_jax: the leaf {key!r} is an abstract random key",
             "Pass the random key itself, or the abstract array of its data.",
         )
-        raise UnsupportedValue(error_text(what, found=array, fix=fix))
+        raise UnsupportedValue(error_text(heading, found=array, fix=fix))
     if array.sharding is None:
-        what, fix = (
+        heading, fix = (
             f"from_jax: the abstract array {key!r} has no sharding",
             "Pass jax.ShapeDtypeStruct(..., sharding=...).",
         )
-        raise UnsupportedValue(error_text(what, found=array, fix=fix))
+        raise UnsupportedValue(error_text(heading, found=array, fix=fix))
     copies, parts = Counter[str](), []
     for device, index in array.sharding.devices_indices_map(tuple(array.shape)).items():
         if device.process_index == jax.process_index():
@@ -159,8 +159,8 @@ def _tensor(key: str, part: jax.Array) -> torch.Tensor:
         return torch.from_dlpack(part)
     except Exception as error:  # any class: JAX and torch refuse dtypes with different errors
         fix = "First convert it to a wider dtype that torch has: small floats to float32, 4-bit integers to int8."
-        what = f"from_jax: torch can't import {key!r}"
-        raise UnsupportedValue(error_text(what, found=f"{part.dtype}: {error}", fix=fix)) from error
+        heading = f"from_jax: torch can't import {key!r}"
+        raise UnsupportedValue(error_text(heading, found=f"{part.dtype}: {error}", fix=fix)) from error
 
 
 def _array(key: str, tensors: Any, like: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:

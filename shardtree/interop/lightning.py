@@ -98,8 +98,8 @@ class ShardtreeIO(TorchCheckpointIO):  # type: ignore[misc]
             loaded: dict[str, Any] = super().load_checkpoint(path, weights_only=only, **located)
             return loaded
         if not isinstance(map_location, str | torch.device | None):
-            what = "load_checkpoint: map_location of a shardtree checkpoint isn't a device"
-            raise MetadataError(error_text(what, found=type(map_location).__name__, expected="a device, or None"))
+            heading = "load_checkpoint: map_location of a shardtree checkpoint isn't a device"
+            raise MetadataError(error_text(heading, found=type(map_location).__name__, expected="a device, or None"))
         options, target = _reading(self.load_options, weights_only), defaultdict[str, dict[str, Any]](dict)
         for key, shard in load_tensors_metadata(path, world=one_process(), options=options).items():
             name, _, inner = key.partition(".")
@@ -252,8 +252,8 @@ class ShardtreeFabricStrategy(FabricModelParallelStrategy):  # type: ignore[misc
 def _refuse(**arguments: Any) -> None:
     offenders = [f"{name}=" for name, value in arguments.items() if value is not None]
     if offenders:
-        what, fix = "save_checkpoint: unsupported arguments", "Leave them out; options of saves go to save_options=."
-        raise UnsupportedValue(error_text(what, offenders=offenders, fix=fix))
+        heading, fix = "save_checkpoint: unsupported arguments", "Leave them out; options of saves go to save_options=."
+        raise UnsupportedValue(error_text(heading, offenders=offenders, fix=fix))
 
 
 def _reading(options: LoadOptions | None, weights_only: bool | None) -> LoadOptions:
@@ -302,20 +302,20 @@ def _shards_of(states: Mapping[str, Any]) -> Any:
 def _joined(states: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
     if states.keys() & values.keys():
         offenders = sorted(states.keys() & values.keys())
-        what, fix = (
+        heading, fix = (
             "save_checkpoint: values have the same names as state dicts",
             "Store these values under other names.",
         )
-        raise TreeError(error_text(what, offenders=offenders, fix=fix))
+        raise TreeError(error_text(heading, offenders=offenders, fix=fix))
     return {**values, **_shards_of(states)}
 
 
 def _module_in(objects: Mapping[str, Any]) -> str:
     names = [name for name, value in objects.items() if isinstance(value, torch.nn.Module)]
     if len(names) != 1:
-        what = "the state for Lightning must contain exactly one module, which has the parameters of all optimizers"
+        heading = "the state for Lightning must contain exactly one module, which has the parameters of all optimizers"
         fix = "Save each module in a checkpoint of its own, or one module that holds all."
-        raise TreeError(error_text(what, found=names, expected="one module", fix=fix))
+        raise TreeError(error_text(heading, found=names, expected="one module", fix=fix))
     return names[0]
 
 

@@ -26,8 +26,8 @@ __all__ = ["from_megatron", "to_megatron"]
 
 def describe_failure(doing: str, kind: str, leaf: Any, path: TreePath, error: Exception, fix: str | None = None) -> str:
     """Return the error text for a leaf that can't be converted."""
-    what = f"{doing}: {kind} {getattr(leaf, 'key', '')!r} at {render_path(path)} can't be converted"
-    return error_text(what, offenders=[line.strip() for line in str(error).splitlines()], fix=fix)
+    heading = f"{doing}: {kind} {getattr(leaf, 'key', '')!r} at {render_path(path)} can't be converted"
+    return error_text(heading, offenders=[line.strip() for line in str(error).splitlines()], fix=fix)
 
 
 # A factory's two functions are wrapped for the other library: the result of `build_fn` is converted; `merge_fn` gets
@@ -269,8 +269,8 @@ def _mapping_module() -> Any:
     try:
         from megatron.core.dist_checkpointing import mapping
     except ImportError as error:
-        what, fix = "to_megatron: Megatron-Core can't be imported", "pip install megatron-core, or pass mapping=..."
-        raise CheckpointingException(error_text(what, found=error, fix=fix)) from error
+        heading, fix = "to_megatron: Megatron-Core can't be imported", "pip install megatron-core, or pass mapping=..."
+        raise CheckpointingException(error_text(heading, found=error, fix=fix)) from error
     return mapping
 
 
@@ -292,8 +292,8 @@ def _to_leaf(classes: Any, tree: Any, path: TreePath, leaf: Any) -> Any:
 def _check_containers(tree: Any, path: TreePath) -> None:
     for depth, entry in enumerate(path):
         if not isinstance(tree, (dict, list)):
-            what = f"Megatron-Core finds shards only in dicts and lists, but {render_path(path[:depth])} is neither"
-            raise UnsupportedValue(error_text(what, found=type(tree).__name__, fix="Use a list in its place."))
+            heading = f"Megatron-Core finds shards only in dicts and lists, but {render_path(path[:depth])} is neither"
+            raise UnsupportedValue(error_text(heading, found=type(tree).__name__, fix="Use a list in its place."))
         tree = tree[entry]
 
 
@@ -317,8 +317,8 @@ def _make_theirs(cls: type, ours: Any, convert: Any) -> Any:
     names = {field.name for field in fields(cls)}
     for field in fields(ours):
         if field.name not in names and (field.default is MISSING or values[field.name] != field.default):
-            what = f"{cls.__module__}.{cls.__name__} has no field {field.name!r}"
+            heading = f"{cls.__module__}.{cls.__name__} has no field {field.name!r}"
             raise UnsupportedValue(
-                error_text(what, found=values[field.name], expected="the default value, which may be left out")
+                error_text(heading, found=values[field.name], expected="the default value, which may be left out")
             )
     return cls(**{name: value for name, value in values.items() if name in names})

@@ -103,8 +103,8 @@ def model_space(checkpoint: OpenCheckpoint, *, expert_parallel: bool | None = No
         raise KeyMismatch(error_text(f"model_space: {where!r} has no dp_reshardable optimizer", fix=fix))
     if differing:
         fix = "The checkpoint was damaged, or its ranks had diverged when it was saved; load an earlier one."
-        what = "model_space: ranks' optimizers differ"
-        raise CorruptCheckpoint(error_text(what, offenders=sorted(differing), fix=fix))
+        heading = "model_space: ranks' optimizers differ"
+        raise CorruptCheckpoint(error_text(heading, offenders=sorted(differing), fix=fix))
     # Older releases identify groups by fewer fields, and lose one of two groups that agree in these.
     since_019 = checkpoint.checkpoint.fields["common_backend"] == "torch_dist"  # older releases write a common.pt
     optimizers = _arrange(parts, expert_parallel, _GROUP_NAMES_SINCE_019 if since_019 else _GROUP_NAMES)
@@ -134,9 +134,9 @@ def _rename_transform(names: Iterable[str], where: str, expert_parallel: bool | 
     if not any(map(_OTHER_STATE.fullmatch, names)):
         return {}
     if expert_parallel is not None:
-        what = f"model_space: expert_parallel= is given, but {where!r} has optimizers that aren't distributed"
+        heading = f"model_space: expert_parallel= is given, but {where!r} has optimizers that aren't distributed"
         fix = "Leave expert_parallel out."
-        raise UnsupportedValue(error_text(what, found=f"expert_parallel={expert_parallel}", fix=fix))
+        raise UnsupportedValue(error_text(heading, found=f"expert_parallel={expert_parallel}", fix=fix))
     return {"transform": partial(rename, names=_without_number)}
 
 
@@ -191,9 +191,9 @@ def _join(optimizers: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict
         groups += [group for group in _of_kind(optimizer, experts=False) if group not in groups]
     identities = [tuple(group.get(name, group.get(f"pre_{name}")) for name in names) for group in groups]
     if len(set(identities)) < len(identities):
-        what = "model_space: experts have hyperparameters of their own, which requires expert parallelism"
+        heading = "model_space: experts have hyperparameters of their own, which requires expert parallelism"
         fix = "Resume with expert parallelism, or make the groups equal with a transform of the common state."
-        raise UnsupportedValue(error_text(what, found=groups, fix=fix))
+        raise UnsupportedValue(error_text(heading, found=groups, fix=fix))
     return _with_groups(optimizers[0], groups)
 
 
@@ -245,10 +245,10 @@ def optimizer_shards(optimizer: Any, model: Any) -> dict[str, list[ShardedTensor
         for parameter, begin in _ranges(inner):
             leaf = of_memory.get(_memory_of(parameter))
             if leaf is None:
-                what = (
+                heading = (
                     f"optimizer_shards: a parameter of shape {tuple(parameter.shape)} isn't in the model's state dict"
                 )
-                raise KeyMismatch(error_text(what, fix="Pass the state dicts of all chunks of the model together."))
+                raise KeyMismatch(error_text(heading, fix="Pass the state dicts of all chunks of the model together."))
             states = inner._get_main_param_and_optimizer_states(parameter)
             for state, data in states.items():
                 if isinstance(data, torch.Tensor) and data.dim() == 1:  # the step has no axis

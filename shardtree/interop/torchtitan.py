@@ -97,8 +97,8 @@ class CheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
             self.async_mode = self.async_mode.lower()  # type: ignore[assignment]
             if self.async_mode not in _ASYNC_MODES:
                 expected = ", ".join(map(repr, _ASYNC_MODES))
-                what = "torchtitan's CheckpointManager: unknown value of async_mode"
-                raise MetadataError(error_text(what, found=repr(self.async_mode), expected=expected))
+                heading = "torchtitan's CheckpointManager: unknown value of async_mode"
+                raise MetadataError(error_text(heading, found=repr(self.async_mode), expected=expected))
 
     def __init__(
         self,
@@ -118,8 +118,8 @@ class CheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
             return
         if sd_adapter is None and (config.last_save_in_hf or config.initial_load_in_hf):
             fix = "Set state_dict_adapter in the model's spec, or last_save_in_hf and initial_load_in_hf to False."
-            what = "torchtitan's CheckpointManager: no adapter for Hugging Face's format"
-            raise MetadataError(error_text(what, fix=fix))
+            heading = "torchtitan's CheckpointManager: no adapter for Hugging Face's format"
+            raise MetadataError(error_text(heading, fix=fix))
         self.config, self.sd_adapter, self.states = config, sd_adapter, states
         states |= {MODEL: ModelWrapper(model_parts), OPTIMIZER: optimizers}
         states |= {DATALOADER: dataloader, LR_SCHEDULER: lr_schedulers}
@@ -209,20 +209,20 @@ class CheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         """Load a checkpoint into all states that the config does not exclude, or into the model alone."""
         excluded = set() if model_only else set(self.config.exclude_from_loading)
         if unknown := sorted(excluded - self.states.keys()):
-            what, expected = (
+            heading, expected = (
                 "torchtitan's CheckpointManager: unknown states in exclude_from_loading",
                 sorted(self.states),
             )
-            raise MetadataError(error_text(what, offenders=unknown, expected=expected))
+            raise MetadataError(error_text(heading, offenders=unknown, expected=expected))
         states = {key: value for key, value in self.states.items() if key == MODEL or not model_only}
         states = {key: value for key, value in states.items() if key not in excluded}
         state = _state_of(states)
         loaded = _loaded(state, folder)
         # The load doesn't look for plain values: a missing schedule would silently begin anew.
         if missing := sorted(key for key in states if key != MODEL and state.get(key) and not loaded.get(key)):
-            what = "torchtitan's CheckpointManager: states that aren't stored"
+            heading = "torchtitan's CheckpointManager: states that aren't stored"
             fix = "Name them in exclude_from_loading to go on with them as they are, or load the model alone."
-            raise KeyMismatch(error_text(what, offenders=missing, fix=fix))
+            raise KeyMismatch(error_text(heading, offenders=missing, fix=fix))
         for key, value in states.items():
             if key == MODEL:
                 value.load_state_dict({name: loaded[name] for name in value.state_dict()})

@@ -111,9 +111,9 @@ def _runs(length: int, groups: int, sizes: Sequence[int], held_blocks: int, stor
             f"{groups * sum(sizes)}: {groups} query groups of {' + '.join(map(str, sizes))} rows (query + key + value)"
         )
         raise ShapeError(error_text("the axis is not as long as all heads together", found=length, expected=expected))
-    each = groups // held_blocks
-    block, part, within = (index.reshape(-1) for index in np.indices((held_blocks, 3, each), dtype=np.int64))
-    group, rows = block * each + within, np.array(sizes, dtype=np.int64)
+    block_groups = groups // held_blocks
+    block, part, within = (index.reshape(-1) for index in np.indices((held_blocks, 3, block_groups), dtype=np.int64))
+    group, rows = block * block_groups + within, np.array(sizes, dtype=np.int64)
     if stored_blocks is None:
         return AxisRuns(rows[part], part, group * rows[part], tuple(groups * size for size in sizes))
     start = _fused_starts(group, part, rows, groups // stored_blocks)

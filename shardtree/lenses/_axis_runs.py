@@ -123,18 +123,18 @@ def grouped_runs(total: int, groups: int, sizes: Sequence[int]) -> AxisRuns:
         ([0, 1, 2, 0, 1, 2], [0, 0, 0, 4, 1, 1], (8, 2, 2))
     """
     doing = "grouped_runs"
-    whole, count, each = (
+    whole, count, group_sizes = (
         integer(doing, "total", total),
         integer(doing, "groups", groups),
         integers(doing, "sizes", sizes),
     )
-    if count < 0 or count * sum(each) != whole:
-        found, expected = f"{count} groups of {sum(each)} indices", f"groups of {whole} indices together"
+    if count < 0 or count * sum(group_sizes) != whole:
+        found, expected = f"{count} groups of {sum(group_sizes)} indices", f"groups of {whole} indices together"
         raise ShapeError(error_text("the groups do not add up to the axis", found=found, expected=expected))
-    length = np.tile(np.array(each, dtype=np.int64), count)
-    part = np.tile(np.arange(len(each)), count)
-    start = length * np.repeat(np.arange(count), len(each))
-    return AxisRuns(length, part, start, tuple(size * count for size in each))
+    length = np.tile(np.array(group_sizes, dtype=np.int64), count)
+    part = np.tile(np.arange(len(group_sizes)), count)
+    start = length * np.repeat(np.arange(count), len(group_sizes))
+    return AxisRuns(length, part, start, tuple(size * count for size in group_sizes))
 
 
 def joined_parts(runs: AxisRuns, order: Sequence[int] | None = None) -> AxisRuns:

@@ -130,8 +130,8 @@ def _box(shard: ShardedTensor, offset: tuple[int, ...], shape: tuple[int, ...], 
 def _check_shard(shard: Any, doing: str) -> None:
     if not isinstance(shard, ShardedTensor):
         fix = "Apply factories first: what they build are shards." if hasattr(shard, "build") else None
-        what = f"{doing}: the argument isn't a shard"
-        raise ShapeError(error_text(what, found=type(shard).__name__, expected="a ShardedTensor", fix=fix))
+        heading = f"{doing}: the argument isn't a shard"
+        raise ShapeError(error_text(heading, found=type(shard).__name__, expected="a ShardedTensor", fix=fix))
 
 
 _MERGE = "merge"
@@ -192,11 +192,11 @@ class _Build:
         data = _checked_data(key, data, shape)
         dtype = self.box.dtype if data is None else data.dtype
         whole = data if flattened_range is None else None
-        own = replace(self.box, key=key, data=whole, dtype=dtype, replica_id=replica_id)
+        held_box = replace(self.box, key=key, data=whole, dtype=dtype, replica_id=replica_id)
         if flattened_range is None:
-            form = built_by(self.lens, own)
+            form = built_by(self.lens, held_box)
         else:
-            form = _flat_form(own, data, flattened_range, self.lens)
+            form = _flat_form(held_box, data, flattened_range, self.lens)
         shards = {str(number): part for number, part in enumerate(form.shards)}
         # The tree carries the merge function: `merge_fn` must be the same for a parameter, its moments and each flat
         # range, whose boxes differ, and only the tree is passed from build to merge.
@@ -216,11 +216,11 @@ def _check_and_merge(tree: Mapping[str, Any], key: str, form: StoredForm) -> Any
     parts: list[Any] = [tree.get(str(number)) for number in range(len(boxes))]
     shapes = [tuple(part.shape) if hasattr(part, "shape") else type(part).__name__ for part in parts]
     if shapes != boxes:
-        what, fix = (
+        heading, fix = (
             f"factory of {key!r}: the tree to merge has other shapes than the built one",
             "Pass the built tree to the load as its target, and merge what the load returns.",
         )
-        raise ShapeError(error_text(what, found=_shapes_text(shapes), expected=_shapes_text(boxes), fix=fix))
+        raise ShapeError(error_text(heading, found=_shapes_text(shapes), expected=_shapes_text(boxes), fix=fix))
     return form.merge(parts)
 
 
@@ -271,9 +271,9 @@ def _place_like(example: Any, box: Any) -> Any:
 def _checked_data(key: str, data: Any, shape: tuple[int, ...]) -> Any:
     actual = tuple(data.shape) if hasattr(data, "shape") else type(data).__name__
     if data is not None and actual != shape:
-        what = f"factory of {key!r}: the data has another shape than its shard"
+        heading = f"factory of {key!r}: the data has another shape than its shard"
         fix = "Store an optimizer state without this factory if its shape differs from its parameter's."
-        raise ShapeError(error_text(what, found=actual, expected=shape, fix=fix))
+        raise ShapeError(error_text(heading, found=actual, expected=shape, fix=fix))
     return data.detach() if isinstance(data, torch.Tensor) else data  # views of a parameter would require gradients
 
 

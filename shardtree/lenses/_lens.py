@@ -92,13 +92,13 @@ def _apply_in_order(lenses: Sequence[Lens], shard: ShardedTensor) -> StoredForm:
         return StoredForm((shard,), lambda parts: parts[0])
     # Each box of the first lens goes through the rest by itself, so no lens needs to know about several boxes.
     first = built_by(lenses[0], shard)
-    rest = [_apply_in_order(lenses[1:], part) for part in first.shards]
+    later_forms = [_apply_in_order(lenses[1:], part) for part in first.shards]
 
     def merge(parts: Sequence[Any]) -> Any:
         left = iter(parts)
-        return first.merge([each.merge(list(islice(left, len(each.shards)))) for each in rest])
+        return first.merge([each.merge(list(islice(left, len(each.shards)))) for each in later_forms])
 
-    return StoredForm(tuple(chain.from_iterable(each.shards for each in rest)), merge)
+    return StoredForm(tuple(chain.from_iterable(each.shards for each in later_forms)), merge)
 
 
 # Checks and reshapes that lenses share.
@@ -131,9 +131,9 @@ def check_exact(doing: str, shard: ShardedTensor) -> None:
     """
     check_box(doing, shard)
     if shard.allow_shape_mismatch:
-        what = f"{doing}: {shard.key!r} has no exact global shape"
+        heading = f"{doing}: {shard.key!r} has no exact global shape"
         fix = "Leave out allow_shape_mismatch, or use `padded_axis` for a padded axis."
-        raise ShapeError(error_text(what, found="allow_shape_mismatch=True", expected="the exact shape", fix=fix))
+        raise ShapeError(error_text(heading, found="allow_shape_mismatch=True", expected="the exact shape", fix=fix))
 
 
 def checked_axis(doing: str, shard: ShardedTensor, axis: int) -> int:

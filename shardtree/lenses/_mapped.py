@@ -82,16 +82,16 @@ def _runs_of(doing: str, shard: ShardedTensor, runs: Callable[[int], AxisRuns], 
         raise
     found = f"{axis_runs.total} indices" if isinstance(axis_runs, AxisRuns) else type(axis_runs).__name__
     if not isinstance(axis_runs, AxisRuns) or axis_runs.total != length:
-        what, expected = f"{doing}: the runs don't cover the axis of {shard.key!r}", f"AxisRuns for {length} indices"
-        raise ShapeError(error_text(what, found=found, expected=f"{expected}; global shape {shard.global_shape}"))
+        heading, expected = f"{doing}: the runs don't cover the axis of {shard.key!r}", f"AxisRuns for {length} indices"
+        raise ShapeError(error_text(heading, found=found, expected=f"{expected}; global shape {shard.global_shape}"))
     return axis_runs
 
 
 def _keys(doing: str, key: str, count: int, part: str | None, names: Sequence[str] | None) -> list[str]:
     if part is None or names is None:
         if count != 1:
-            what, fix = f"{doing}: {count} parts, but no names", "Pass part= and names=."
-            raise ShapeError(error_text(what, fix=fix))
+            heading, fix = f"{doing}: {count} parts, but no names", "Pass part= and names=."
+            raise ShapeError(error_text(heading, fix=fix))
         return [key]
     # The number of parts is known only with the axis's length.
     check_names(doing, part, names, count)

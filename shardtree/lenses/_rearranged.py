@@ -180,8 +180,8 @@ def _all_sizes(
             wrong.append(f"axis {axis} is {length}, not {'a multiple of ' if lacking else ''}{texts}")
         full |= dict.fromkeys(lacking, length // product)
     if wrong:
-        what = f"rearranged {pattern!r}: {shard.key!r} doesn't fit"
-        raise ShapeError(error_text(what, found=f"global shape {shard.global_shape}", offenders=wrong))
+        heading = f"rearranged {pattern!r}: {shard.key!r} doesn't fit"
+        raise ShapeError(error_text(heading, found=f"global shape {shard.global_shape}", offenders=wrong))
     return full
 
 

@@ -36,8 +36,8 @@ def replaced_part(doing: str, key: str, part: str, name: str) -> str:
     count = sum(whole.startswith(f".{part}.", at) for at in range(len(whole)))
     if count != 1:
         fix = "Pass as `part` the part of the key to replace, with adjacent parts where it occurs twice."
-        what = f"{doing}: no unique part of the key to replace"
-        raise TreeError(error_text(what, found=f"{part!r} {count} times in {key!r}", expected="once", fix=fix))
+        heading = f"{doing}: no unique part of the key to replace"
+        raise TreeError(error_text(heading, found=f"{part!r} {count} times in {key!r}", expected="once", fix=fix))
     return whole.replace(f".{part}.", f".{name}.", 1)[1:-1]
 
 
@@ -150,8 +150,8 @@ def by_pattern(lenses: Mapping[str, Lens | None]) -> Lens:
         pattern = next((each for each in lenses if _fits(each, shard.key)), None)
         if pattern is None:
             fix = 'Add a pattern, with None if the tensor stays unchanged; {"**": None} matches all keys.'
-            what = f"by_pattern: no pattern matches {shard.key!r}"
-            raise TreeError(error_text(what, expected=", ".join(map(repr, lenses)), fix=fix))
+            heading = f"by_pattern: no pattern matches {shard.key!r}"
+            raise TreeError(error_text(heading, expected=", ".join(map(repr, lenses)), fix=fix))
         inner = lenses[pattern]
         return StoredForm((shard,), _the_part) if inner is None else inner(shard)
 

@@ -206,13 +206,13 @@ def _alias(tensor: Any, shape: Shape, view: View | None) -> torch.Tensor | None:
     if tensor.is_contiguous():
         return tensor.as_strided(shape, view.steps, tensor.storage_offset() + view.at)
     # Steps that stay within their axes can be taken with any strides.
-    own = tuple(tensor.shape)
-    at, *steps = (_along_axes(flat, own) for flat in (view.at, *view.steps))
+    tensor_shape = tuple(tensor.shape)
+    at, *steps = (_along_axes(flat, tensor_shape) for flat in (view.at, *view.steps))
     last = [
         first + sum((size - 1) * step[axis] for size, step in zip(shape, steps, strict=True))
         for axis, first in enumerate(at)
     ]
-    if not all(map(lt, last, own)):
+    if not all(map(lt, last, tensor_shape)):
         return None
     place, *strides = (sum(map(mul, step, tensor.stride())) for step in (at, *steps))
     return tensor.as_strided(shape, strides, tensor.storage_offset() + place)
@@ -288,8 +288,8 @@ def _made_form(whole: Trace, cast: bool, plain: Sequence[str], shard: ShardedTen
     kind, target = whole.outputs[shard.key], Kind(shard.global_shape, shard.dtype)
     if kind.shape != target.shape or (kind.dtype is not target.dtype and not cast):
         fix = "Trace the code with the stored tensors, and make the target from its outputs."
-        what = f"{doing}: the trace's {shard.key!r} doesn't fit the target"
-        raise ShapeError(error_text(what, found=kind, expected=target, fix=fix))
+        heading = f"{doing}: the trace's {shard.key!r} doesn't fit the target"
+        raise ShapeError(error_text(heading, found=kind, expected=target, fix=fix))
     if kind.dtype is not target.dtype:
         _refuse_without_scales(doing, whole, shard.key, plain)
     shape = (*(1,) * shard.prepend_axis_num, *shard.local_shape)
@@ -297,11 +297,11 @@ def _made_form(whole: Trace, cast: bool, plain: Sequence[str], shard: ShardedTen
     # Computed elements need memory of their own, and so do elements that are cast.
     is_moved = kind == target and all(isinstance(move.root, str) for move in whole.moves[shard.key])
     data = given_tensor(shard)
-    own = data if is_moved and not lacks_memory(data) else None
+    reused = data if is_moved and not lacks_memory(data) else None
     shards = [
         ShardedTensor(
             name,
-            None if own is None else _row_major(own.reshape(shape), box.shape, view),
+            None if reused is None else _row_major(reused.reshape(shape), box.shape, view),
             whole.sources[name].dtype,
             box.shape,
             whole.sources[name].shape,

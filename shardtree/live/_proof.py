@@ -104,7 +104,7 @@ def join_with_proof(world: World, route: Route, transport: HashingTransport, joi
         failure = first_failure(None, lambda: results.append(join()))
         return *transport.sums(), failure
 
-    own, ranks = share(world, "redistribute: compare sums", attempt, lambda own: (*own[:2], own[2] is None))
+    mine, ranks = share(world, "redistribute: compare sums", attempt, lambda own: (*own[:2], own[2] is None))
     links = [
         (one, other) for one, (out, *_) in enumerate(ranks) for other in out if out[other] != ranks[other][1].get(one)
     ]
@@ -115,7 +115,7 @@ def join_with_proof(world: World, route: Route, transport: HashingTransport, joi
         fix = "Don't use the targets: redistribute again. If this recurs, check the transport and these ranks' memory."
         raise IntegrityError(error_text(heading, offenders=lines, fix=fix))
     if not all(succeeded for _, _, succeeded in ranks):
-        agree(world, "redistribute: join", partial(_raise, own[2]))
+        agree(world, "redistribute: join", partial(_raise, mine[2]))
     return results[0]
 
 

@@ -250,8 +250,8 @@ def redistribute(
     # in their next step.
     hashing = HashingTransport(transport, hash_for(devices)) if verify else None
     failure = move(route, hashing or transport)
-    own = None if transform is None else target
-    join = partial(_join, failure, ends, common, memories, objects, own, donate=donate)
+    original_target = None if transform is None else target
+    join = partial(_join, failure, ends, common, memories, objects, original_target, donate=donate)
     return join_with_proof(ranks, route, hashing, join) if hashing else agree(ranks, "redistribute: join", join)
 
 

@@ -136,9 +136,9 @@ def check_mesh(mesh: Any) -> None:
         >>> check_mesh(Mesh(tp=2))
     """
     if not isinstance(mesh, Mesh):
-        what = "the argument isn't a mesh"
+        heading = "the argument isn't a mesh"
         fix = "Pass a mesh such as Mesh(dp=2, tp=4) before the specs; `mesh_of` converts a DeviceMesh."
-        raise MetadataError(error_text(what, found=type(mesh).__name__, expected="a Mesh", fix=fix))
+        raise MetadataError(error_text(heading, found=type(mesh).__name__, expected="a Mesh", fix=fix))
 
 
 def _by_name(sizes: tuple[Any, ...]) -> str:

@@ -122,8 +122,8 @@ def copies_by_path(
         if not _same_tensor(other, shard):
             fix = "Give each tensor a key of its own. Only equal tensors may share a key; lazy tensors, which aren't"
             fix += " compared, may share it only if they are one object."
-            what = f"{doing}: different tensors have the key {shard.key!r}"
-            raise IntegrityError(error_text(what, offenders=offenders, fix=fix))
+            heading = f"{doing}: different tensors have the key {shard.key!r}"
+            raise IntegrityError(error_text(heading, offenders=offenders, fix=fix))
     return copies
 
 
@@ -255,32 +255,32 @@ def mesh_columns(kinds: Mapping[str, TensorKind], mesh: Mesh, specs: Mapping[str
 
 def placed_columns(placements: Iterable[Placement], mesh: Mesh) -> ShardColumns:
     """Return the shards of all ranks of a mesh as columns, for tensors with their specs; tied ones may share a key."""
-    placements = sorted(placements, key=lambda each: (each.key, each.copy))
+    placements = sorted(placements, key=lambda placement: (placement.key, placement.copy))
     _check_kinds(placements)
-    for each in placements:
-        check_spec(each.key, each.kind, mesh, each.spec)
+    for placement in placements:
+        check_spec(placement.key, placement.kind, mesh, placement.spec)
     # One width for all tensors, so that their rows can be concatenated without padding each again.
-    width = max((len(each.kind.global_shape) for each in placements), default=1)
-    names = [(each.kind.global_shape, each.spec) for each in placements]
+    width = max((len(placement.kind.global_shape) for placement in placements), default=1)
+    names = [(placement.kind.global_shape, placement.spec) for placement in placements]
     # A model has few shapes and specs, repeated in its layers, and a mesh may have thousands of ranks.
     of_each = {name: _tensor_rows(*name, mesh, width) for name in dict.fromkeys(names)}
     rows = [of_each[name] for name in names]
-    kinds = {each.key: each.kind for each in placements}
+    kinds = {placement.key: placement.kind for placement in placements}
     number = {key: position for position, key in enumerate(kinds)}
-    counts = np.array([len(each.rank) for each in rows], dtype=np.int64)
+    counts = np.array([len(table.rank) for table in rows], dtype=np.int64)
     # Only the first of tied tensors has main replicas.
-    is_first = np.array([each.copy == 0 for each in placements], dtype=np.bool_)
+    is_first = np.array([placement.copy == 0 for placement in placements], dtype=np.bool_)
     no_range = np.full(counts.sum(), -1, dtype=np.int64)
     return ShardColumns(
         keys=tuple(kinds),
         kinds=tuple(kinds.values()),
-        key=np.repeat(np.array([number[each.key] for each in placements], dtype=np.int64), counts),
-        offset=np.concatenate([each.offset for each in rows] or [np.zeros((0, max(width, 1)), dtype=np.int64)]),
-        shape=np.concatenate([each.shape for each in rows] or [np.zeros((0, max(width, 1)), dtype=np.int64)]),
+        key=np.repeat(np.array([number[placement.key] for placement in placements], dtype=np.int64), counts),
+        offset=np.concatenate([table.offset for table in rows] or [np.zeros((0, max(width, 1)), dtype=np.int64)]),
+        shape=np.concatenate([table.shape for table in rows] or [np.zeros((0, max(width, 1)), dtype=np.int64)]),
         start=no_range,
         stop=no_range,
-        rank=np.concatenate([*(each.rank for each in rows), np.zeros(0, dtype=np.int64)]),
-        main=np.concatenate([*(each.main for each in rows), np.zeros(0, dtype=np.bool_)]) & np.repeat(is_first, counts),
+        rank=np.concatenate([*(table.rank for table in rows), np.zeros(0, dtype=np.int64)]),
+        main=np.concatenate([*(t.main for t in rows), np.zeros(0, dtype=np.bool_)]) & np.repeat(is_first, counts),
     )
 
 

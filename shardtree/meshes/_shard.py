@@ -264,6 +264,6 @@ def _part(
     if part is None or part.shape != local:
         expected = "no tensor" if part is None else part.shape
         fix = "Correct the spec, or pass global_shapes={key: shape} if the ranks' parts differ in size."
-        what = f"from_local: {name!r} at {render_path(path)} isn't rank {rank}'s part of {whole}, cut as {spec}"
-        raise ShapeError(error_text(what, found=local, expected=expected, fix=fix))
+        heading = f"from_local: {name!r} at {render_path(path)} isn't rank {rank}'s part of {whole}, cut as {spec}"
+        raise ShapeError(error_text(heading, found=local, expected=expected, fix=fix))
     return part

@@ -285,8 +285,8 @@ class BuildBoxes:
     def check(self, key: str, data: Any) -> None:
         """Raise ShapeError if the data has another shape than the part."""
         if data is not None and tuple(data.shape) != self.part.shape:
-            what, fix = f"{key!r}: the data isn't the rank's part of the tensor", "Pass the rank's own tensor."
-            raise ShapeError(error_text(what, found=tuple(data.shape), expected=self.part.shape, fix=fix))
+            heading, fix = f"{key!r}: the data isn't the rank's part of the tensor", "Pass the rank's own tensor."
+            raise ShapeError(error_text(heading, found=tuple(data.shape), expected=self.part.shape, fix=fix))
 
     def _shard(self, key: str, data: Any, replica_id: ReplicaId, box: RankBox) -> ShardedTensor:
         view = None if data is None else data[slices(box.local_offset, box.shape)]

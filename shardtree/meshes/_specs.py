@@ -87,8 +87,8 @@ class PartitionSpec:
         counts = Counter([*(split.axis for entry in self.entries for split in splits(entry)), *dict(self.at)])
         twice = [repr(axis) for axis, count in counts.items() if count > 1]
         if twice:
-            what, fix = f"{self!r}: a mesh axis occurs twice", "Cut along each axis of the mesh once."
-            raise MetadataError(error_text(what, offenders=twice, fix=fix))
+            heading, fix = f"{self!r}: a mesh axis occurs twice", "Cut along each axis of the mesh once."
+            raise MetadataError(error_text(heading, offenders=twice, fix=fix))
 
     def __repr__(self) -> str:
         parts = [*map(repr, self.entries), *([f"at={dict(self.at)}"] if self.at else [])]
@@ -174,13 +174,13 @@ def check_fits(subject: str, global_shape: tuple[int, ...], mesh: Mesh, spec: Pa
     checked_spec(subject, spec)
     if len(spec.entries) > len(global_shape):
         expected, fix = f"at most {len(global_shape)} entries", "Give at most one entry for each axis of the tensor."
-        what = f"{subject} of shape {global_shape}: its spec is too long"
-        raise MetadataError(error_text(what, found=spec, expected=expected, fix=fix))
+        heading = f"{subject} of shape {global_shape}: its spec is too long"
+        raise MetadataError(error_text(heading, found=spec, expected=expected, fix=fix))
     unknown = [repr(axis) for axis in (*spec.axes, *dict(spec.at)) if axis not in mesh.shape]
     unknown += [f"{axis}={index}" for axis, index in spec.at if not 0 <= index < mesh.shape.get(axis, index + 1)]
     if unknown:
-        what, fix = f"{subject}: {spec} names axes or indices that {mesh} doesn't have", "Use the mesh's own axes."
-        raise MetadataError(error_text(what, offenders=unknown, fix=fix))
+        heading, fix = f"{subject}: {spec} names axes or indices that {mesh} doesn't have", "Use the mesh's own axes."
+        raise MetadataError(error_text(heading, offenders=unknown, fix=fix))
 
 
 def checked_spec(subject: str, spec: Any) -> PartitionSpec:
@@ -232,8 +232,8 @@ class PatternSpecs:
         if spec is None:
             fix = "Add a pattern for it, or pass default=PartitionSpec() for tensors that aren't cut."
             patterns = ", ".join(repr(pattern) for pattern, _, _ in self.rows)
-            what = f"specs_by_pattern: no pattern matches {key!r}"
-            raise KeyMismatch(error_text(what, found=patterns[:1000] or "no patterns", fix=fix))
+            heading = f"specs_by_pattern: no pattern matches {key!r}"
+            raise KeyMismatch(error_text(heading, found=patterns[:1000] or "no patterns", fix=fix))
         return spec
 
     def first(self, key: str) -> tuple[str, Callable[[str], bool], PartitionSpec] | None:
@@ -307,8 +307,8 @@ def check_patterns(doing: str, specs: Specs, keys: Iterable[str], *, whole: bool
     first = {key: row and row[0] for key in keys for row in [specs.first(key)]}
     unused = [pattern for pattern, _, _ in specs.rows if pattern not in first.values()]
     # Keys that differ in numbers alone, as those of layers do, count once.
-    rest = {re.sub(r"\d+", "0", key): key for key, pattern in first.items() if pattern is None}.values()
-    near = {pattern: next((key for key in rest if _nearly_fits(pattern, key)), "") for pattern in unused}
+    unmatched_keys = {re.sub(r"\d+", "0", key): key for key, pattern in first.items() if pattern is None}.values()
+    near = {pattern: next((key for key in unmatched_keys if _nearly_fits(pattern, key)), "") for pattern in unused}
     wrong = [f"{pattern!r}" + f", nearly {key!r}" * bool(key) for pattern, key in near.items() if whole or key]
     if wrong:
         fix = "Correct each pattern, or put it before others that match the same keys; or, if other models use these"

@@ -31,13 +31,13 @@ def specs_by_path(specs: Specs, tree: Any, tensors: Mapping[TreePath, ShardedTen
     """
     if isinstance(specs, PartitionSpec):
         return dict.fromkeys(tensors, specs)
-    given = leaves_with_paths(specs)
+    spec_leaves = leaves_with_paths(specs)
     # An instance of a registered class is a tree, even if it can be called, as Equinox's modules can.
-    if callable(specs) and given and given[0][1] is specs:
+    if callable(specs) and spec_leaves and spec_leaves[0][1] is specs:
         leaves = dict(leaves_with_paths(tree))
         calls = {path: (shard.key, call_at(path, specs, shard.key, leaves[path])) for path, shard in tensors.items()}
         return {path: checked_spec(repr(key), spec) for path, (key, spec) in calls.items()}
-    for path, spec in given:
+    for path, spec in spec_leaves:
         if spec is not None:
             checked_spec(f"spec at {render_path(path, 'specs')}", spec)
     placed = [(path, place, spec) for path, place, spec in prefix_places(specs, tree) if spec is not None]

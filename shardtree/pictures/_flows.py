@@ -116,15 +116,15 @@ def _rank_tensor(
         more, fix = f"{count:,} elements", "Draw it with a smaller tensor."
         raise ShapeError(error_text("draw: the tensor is too large", found=more, fix=fix))
     shards = build(torch.arange(count, device="cpu").reshape(shape))
-    axes = max([1, *(len(one.global_shape) for one in shards)])
+    axes = max([1, *(len(part.global_shape) for part in shards)])
     shard, place = np.full(count, -1, dtype=np.int64), np.zeros((count, axes), dtype=np.int64)
-    for number, one in enumerate(shards):
-        local = (1,) * one.prepend_axis_num + one.local_shape
-        numbers = one.data.reshape(-1).numpy()
-        own = np.flatnonzero((numbers >= 0) & (numbers < count))
-        where = np.stack(np.unravel_index(own, local or (1,)), axis=1) + np.array(one.global_offset or (0,))
-        shard[numbers[own]] = number
-        place[numbers[own], axes - where.shape[1] :] = where
+    for number, part in enumerate(shards):
+        local = (1,) * part.prepend_axis_num + part.local_shape
+        numbers = part.data.reshape(-1).numpy()
+        held_elements = np.flatnonzero((numbers >= 0) & (numbers < count))
+        where = np.stack(np.unravel_index(held_elements, local or (1,)), axis=1) + np.array(part.global_offset or (0,))
+        shard[numbers[held_elements]] = number
+        place[numbers[held_elements], axes - where.shape[1] :] = where
     return _RankTensor(name, shape or (1,), shards, shard, place)
 
 
@@ -242,11 +242,13 @@ def _runs(number: int, tensor: _RankTensor, axis: int) -> Iterator[_Run]:
         if shard[low] < 0:
             yield _Run(number, low, high - low, None, 0, "isn't stored")
             continue
-        one = tensor.shards[int(shard[low])]
-        where = place[low, place.shape[1] - max(len(one.global_shape), 1) :].tolist()
-        own = max(int(along[low]) - (place.shape[1] - len(where)), 0) if high - low > 1 else min(axis, len(where) - 1)
-        others = tuple(where[:own] + where[own + 1 :])
-        yield _Run(number, low, high - low, (one.key, own, others), where[own])
+        part = tensor.shards[int(shard[low])]
+        where = place[low, place.shape[1] - max(len(part.global_shape), 1) :].tolist()
+        run_axis = min(axis, len(where) - 1)
+        if high - low > 1:
+            run_axis = max(int(along[low]) - (place.shape[1] - len(where)), 0)
+        others = tuple(where[:run_axis] + where[run_axis + 1 :])
+        yield _Run(number, low, high - low, (part.key, run_axis, others), where[run_axis])
 
 
 # Traces: which rows of outputs are which rows of sources.
@@ -361,20 +363,20 @@ def _rows(move: Move, shape: tuple[int, ...], root: tuple[int, ...], axis: int, 
     into, there = dense(shape).stride, dense(root).stride
     loops = factored(move, shape, root)
     along = [loop for loop in loops if axis_of(loop[1], shape) == axis]
-    rest = [loop for loop in loops if axis_of(loop[1], shape) != axis]
+    other_loops = [loop for loop in loops if axis_of(loop[1], shape) != axis]
     is_source = isinstance(move.root, str)
-    own, rows = min(axis, len(root) - 1), 1
+    root_axis, rows = min(axis, len(root) - 1), 1
     if along and along[-1][1] == into[axis]:
         last = axis_of(along[-1][2], root)
         # All rows of a constant, or of unwritten elements, are alike.
         if not is_source or (last < len(root) and along[-1][2] == there[last]):
-            own, rows = min(last, len(root) - 1), along.pop()[0]
+            root_axis, rows = min(last, len(root) - 1), along.pop()[0]
     for to, at in _places(move.to, move.at, along):
-        to_spans = _spans(to, [(count, step) for count, step, _ in rest], shape)
-        from_spans = _spans(at, [(count, step) for count, _, step in rest], root)
-        target = (move.root, own, (*from_spans[:own], *from_spans[own + 1 :])) if is_source else None
+        to_spans = _spans(to, [(count, step) for count, step, _ in other_loops], shape)
+        from_spans = _spans(at, [(count, step) for count, _, step in other_loops], root)
+        target = (move.root, root_axis, (*from_spans[:root_axis], *from_spans[root_axis + 1 :])) if is_source else None
         start = to_spans[axis].low
-        run = _Run(0, start, min(rows, shape[axis] - start), target, from_spans[own].low, what)
+        run = _Run(0, start, min(rows, shape[axis] - start), target, from_spans[root_axis].low, what)
         yield (*to_spans[:axis], *to_spans[axis + 1 :]), run
 
 

@@ -105,8 +105,10 @@ def stored_picture(layout: StoredLayout) -> Picture:
     if not keys:
         return Picture("no tensors", ())
     holders = HolderNames(words, labels, Entry("hole", "stored in no file", "!"))
-    one = len(keys) == 1
-    picture = _tensor_picture(layout.columns, keys[0], holders) if one else _overview(layout.columns, holders, "file")
+    single = len(keys) == 1
+    picture = (
+        _tensor_picture(layout.columns, keys[0], holders) if single else _overview(layout.columns, holders, "file")
+    )
     return replace(picture, rows=(*picture.rows, (_file_bars(layout),)))
 
 
@@ -193,8 +195,8 @@ def _small_planes(counts: str, columns: ShardColumns, order: Sequence[int], hold
 
 def _cut(columns: ShardColumns, number: int) -> str:
     """Return the number of a tensor's distinct shards and of replicas of each, such as "2 pieces, 4 copies of each"."""
-    own = select_rows(columns, np.flatnonzero(columns.key == number))
-    rows = np.column_stack([own.offset, own.shape, own.start, own.stop])[own.elements > 0]
+    shards = select_rows(columns, np.flatnonzero(columns.key == number))
+    rows = np.column_stack([shards.offset, shards.shape, shards.start, shards.stop])[shards.elements > 0]
     _, copies = np.unique(rows, axis=0, return_counts=True)
     if not copies.size:
         return ""
@@ -332,12 +334,12 @@ def _grid(
         here = np.sort(flat[region.boxes])
         leads = {lead.get(rank, -1) for rank in here[:2000].tolist()}
         tone = tones.get(next(iter(leads)), "none") if len(leads) == 1 else "kept"
-        one = f": {', '.join(f'{n}={i}' for n, i in mesh.coordinates(int(here[0])).items())}" if here.size == 1 else ""
+        axes = f": {', '.join(f'{n}={i}' for n, i in mesh.coordinates(int(here[0])).items())}" if here.size == 1 else ""
         (top, bottom), (left, right) = region.rows, region.columns
         # Ranks with the same mark hold the same piece.
         mark = digit(leads.pop()) if len(leads) == 1 else "#"
         place = across[left], down[top], across[right], down[bottom]
-        cells.append(Cell(*place, tone, f"{rank_words(here)}{one}", rank_labels(here), mark))
+        cells.append(Cell(*place, tone, f"{rank_words(here)}{axes}", rank_labels(here), mark))
     aspect = min(max(rows / columns, 0.14), 1.0)
     return Plane(
         heading or "ranks",

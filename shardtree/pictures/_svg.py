@@ -44,9 +44,9 @@ def svg_of(picture: Picture) -> str:
     parts, y = [_text(0, 15, picture.title, inner, "title", _TITLE)], 34.0
     for number, (row, gap) in enumerate(zip(rows, gaps, strict=True)):
         x, height = 0.0, max(one.height for one in row)
-        for place, one in enumerate(row):
-            parts.append(f'<g transform="translate({_n(x)},{_n(y)})">{one.svg}</g>')
-            x += one.width + gap
+        for place, panel in enumerate(row):
+            parts.append(f'<g transform="translate({_n(x)},{_n(y)})">{panel.svg}</g>')
+            x += panel.width + gap
             if picture.is_step and number == 0 and place + 1 < len(row):
                 arrow = f"M{_n(x - gap / 2 - 9)},{_n(y + height / 2)}h17m-6,-5l6,5l-6,5"
                 parts.append(f'<path class="rule" stroke-width="1.6" d="{arrow}"/>')
@@ -294,13 +294,13 @@ def _flow(flow: Flow) -> _Drawn:
             parts.append(_text(x, top - 5, block.name, side, "dim", _LABEL))
             parts.append(_rect("none", x, top, side, max(block.rows * unit, 0.5), ""))
     ends = []
-    for one in flow.streams:
-        top, high = left[one.block] + one.start * unit, one.rows * unit
-        ends.append(_end(one.tone, (0, top, side, high), one.title, one.label))
-        if one.to_block >= 0:
-            to_top = right[one.to_block] + one.to_start * unit
-            parts.append(_ribbon(one.tone, (side, top), (far, to_top), high, one.title))
-            ends.append(_end(one.tone, (far, to_top, side, high), one.title, one.to_label))
+    for stream in flow.streams:
+        top, high = left[stream.block] + stream.start * unit, stream.rows * unit
+        ends.append(_end(stream.tone, (0, top, side, high), stream.title, stream.label))
+        if stream.to_block >= 0:
+            to_top = right[stream.to_block] + stream.to_start * unit
+            parts.append(_ribbon(stream.tone, (side, top), (far, to_top), high, stream.title))
+            ends.append(_end(stream.tone, (far, to_top, side, high), stream.title, stream.to_label))
     # Ends lie over ribbons, so that what is written in them stays clear.
     if flow.caption:
         ends.append(_text(0, height + 16, flow.caption, far + side, "dim", _LABEL))

@@ -93,13 +93,13 @@ def tensor_sheets(columns: ShardColumns, key: str, *, most: int, with_gaps: bool
         with_gaps: Whether elements without a main replica are a fault.
     """
     number = columns.keys.index(key)
-    kind, own = columns.kinds[number], select_rows(columns, np.flatnonzero(columns.key == number))
+    kind, own_columns = columns.kinds[number], select_rows(columns, np.flatnonzero(columns.key == number))
     # Other keys are dropped: otherwise, all other tensors would be searched for holes, too.
-    own = replace(own, keys=(key,), kinds=(kind,), key=np.zeros_like(own.key))
+    own_columns = replace(own_columns, keys=(key,), kinds=(kind,), key=np.zeros_like(own_columns.key))
     whole = kind.global_shape or (1,)
     if not all(whole):
         return []
-    pieces = _pieces(own, len(whole), with_gaps=with_gaps)
+    pieces = _pieces(own_columns, len(whole), with_gaps=with_gaps)
     rows, column, outer = _drawn_axes(pieces, whole)
     others = {axis: slice(0, length) for axis, length in enumerate(whole) if axis not in (rows, column, *outer)}
     cuts = [distinct(np.concatenate([pieces.begin[:, a], pieces.end[:, a], [0, whole[a]]])).tolist() for a in outer]
@@ -153,9 +153,9 @@ def _drawn_axes(pieces: _Pieces, whole: tuple[int, ...]) -> tuple[int | None, in
         return None, 0, ()
     if len(cut) >= 2:
         return cut[-2], cut[-1], tuple(cut[:-2])
-    one = cut[0] if cut else len(whole) - 2
-    other = len(whole) - 1 if one < len(whole) - 1 else one - 1
-    return min(one, other), max(one, other), ()
+    axis = cut[0] if cut else len(whole) - 2
+    other_axis = len(whole) - 1 if axis < len(whole) - 1 else axis - 1
+    return min(axis, other_axis), max(axis, other_axis), ()
 
 
 def _sheet(

@@ -144,7 +144,7 @@ def decode_record(data: bytes, where: str) -> StepRecord:
         removing = tuple(FileMark(_text(name), _whole(size), _time(when)) for name, size, when in fields["removing"])
         return StepRecord(_time(fields["time"]), metrics, fields["pinned"], removing)
     except (TypeError, ValueError, LookupError, AttributeError) as error:
-        fix = "Update shardtree if a later version wrote the record; remove a damaged record: the step stays."
+        fix = "Update shardtree if a later version wrote the record. Until it can be read, no policy removes the step."
         heading = f"series: {where!r} isn't a record of a step"
         raise CorruptCheckpoint(error_text(heading, found=error, fix=fix)) from None
 

@@ -306,9 +306,9 @@ def _nudged_states(ranks: Sequence[_Nudged], layout: Layout, saved: JobState) ->
         again, before, after = map(gathered, zip(*readings, strict=True))
         differing = [place for place in saved.values if diff(again.values.get(place), saved.values[place])]
         if differing:
-            what = f"check_resume: training twice on {_text(layout)} gives different states"
+            heading = f"check_resume: training twice on {_text(layout)} gives different states"
             fix = "Let make and step draw from seeded generators; simulated ranks share torch's global one."
             lines = [f"{key!r}: {state}" for key, state in differing]
-            raise AssertionError(error_text(what, offenders=lines, fix=fix))
+            raise AssertionError(error_text(heading, offenders=lines, fix=fix))
         pairs.append((before, after))
     return pairs

@@ -84,8 +84,8 @@ def report(problems: Sequence[ResumeProblem]) -> str:
     """
     lines = [f"{problem.layouts}: {problem}" if problem.layouts else str(problem) for problem in problems]
     fixes = [text for cause, text in FIXES.items() if any(problem.cause.startswith(cause) for problem in problems)]
-    what = "check_resume: the resumed job isn't the one that was saved"
-    return error_text(what, offenders=lines, fix="\n  ".join(fixes) or None)
+    heading = "check_resume: the resumed job isn't the one that was saved"
+    return error_text(heading, offenders=lines, fix="\n  ".join(fixes) or None)
 
 
 # Ranks' states, and the whole state gathered from them.

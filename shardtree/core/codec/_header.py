@@ -237,8 +237,8 @@ def _kind(entry: HeaderEntry) -> tuple[int, str]:
 
 def _tiling_problem(entry: HeaderEntry, end: int, length: int) -> str:
     problem = "leaves a gap, overlaps the entry before, or isn't as long as its shape requires"
-    what = f"safetensors header: entry {_short(entry.name)} {problem}"
-    return error_text(what, found=f"bytes {entry.start} to {entry.stop}", expected=f"bytes {end} to {end + length}")
+    heading = f"safetensors header: entry {_short(entry.name)} {problem}"
+    return error_text(heading, found=f"bytes {entry.start} to {entry.stop}", expected=f"bytes {end} to {end + length}")
 
 
 def _short(name: str) -> str:
@@ -260,14 +260,14 @@ def header_length(data: bytes | bytearray | memoryview, file_length: int) -> int
         56
     """
     if (size := min(len(data), file_length)) < _LENGTH_BYTES:
-        what = "safetensors header: the file is too short"
-        raise CorruptCheckpoint(error_text(what, found=f"{size} bytes", expected="8 or more"))
+        heading = "safetensors header: the file is too short"
+        raise CorruptCheckpoint(error_text(heading, found=f"{size} bytes", expected="8 or more"))
     length = int.from_bytes(data[:_LENGTH_BYTES], "little")
     # The check comes before the header is read: the number is from the file, and could claim 2**63 bytes.
     limit = min(file_length - _LENGTH_BYTES, _MAX_HEADER)
     if not 2 <= length <= limit:
-        what = "safetensors header: the declared length of the header doesn't fit the file"
-        raise CorruptCheckpoint(error_text(what, found=f"{length} bytes", expected=f"2 to {limit}"))
+        heading = "safetensors header: the declared length of the header doesn't fit the file"
+        raise CorruptCheckpoint(error_text(heading, found=f"{length} bytes", expected=f"2 to {limit}"))
     return length
 
 

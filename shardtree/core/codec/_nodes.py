@@ -171,8 +171,8 @@ def named_types(types: Iterable[type]) -> dict[str, type]:
     classes = tuple(types)
     others = [type_name(cls) if isinstance(cls, type) else repr(cls)[:99] for cls in classes if not _has_fields(cls)]
     if others:
-        what = "types: only enums, dataclasses and named tuples can be given"
-        raise UnsupportedValue(error_text(what, offenders=others))
+        heading = "types: only enums, dataclasses and named tuples can be given"
+        raise UnsupportedValue(error_text(heading, offenders=others))
     return {type_name(cls): cls for cls in classes}
 
 
@@ -216,9 +216,9 @@ def _member(record: Record, cls: type[Enum]) -> Enum:
 
 
 def _mismatch(record: Record, found: object, expected: object) -> UnsupportedValue:
-    what = f"{record.type_name[:200]}: the class given in types doesn't fit the stored value"
+    heading = f"{record.type_name[:200]}: the class given in types doesn't fit the stored value"
     fix = "Leave the class out of types, and make the instance from the Record."
-    return UnsupportedValue(error_text(what, found=str(found)[:1000], expected=expected, fix=fix))
+    return UnsupportedValue(error_text(heading, found=str(found)[:1000], expected=expected, fix=fix))
 
 
 def _has_fields(cls: object) -> bool:

@@ -150,10 +150,10 @@ def _too_deep(path: TreePath, parents: tuple[Any, ...]) -> TreeError:
     again = [position for position, parent in enumerate(parents) if parent is innermost]
     if len(again) > 1:
         where = shown_path(path[: again[1]])
-        what = f"encode_tree: a {type(innermost).__name__} contains itself at {where}"
-        return TreeError(error_text(what, fix="Break the cycle; a stored tree has none."))
-    what = f"encode_tree: containers nested more than {MAX_DEPTH} deep, at {shown_path(path)}"
-    return TreeError(error_text(what, fix="Flatten the tree."))
+        heading = f"encode_tree: a {type(innermost).__name__} contains itself at {where}"
+        return TreeError(error_text(heading, fix="Break the cycle; a stored tree has none."))
+    heading = f"encode_tree: containers nested more than {MAX_DEPTH} deep, at {shown_path(path)}"
+    return TreeError(error_text(heading, fix="Flatten the tree."))
 
 
 # Decoding of bytes that may be hostile.

@@ -139,8 +139,8 @@ def check_kind(result: Any, shape: Shape | None, dtype: torch.dtype | None) -> N
         return
     kind = f"{tuple(result.shape)} {result.dtype}" if is_tensor else type(result).__name__
     expected = f"{shape} {dtype}" if dtype else f"a tensor of shape {shape}"
-    what = "lazy_map: the function returned a wrong shape or dtype for slices of its operands"
-    raise UnsupportedValue(error_text(what, found=kind, expected=expected, fix=_FIX))
+    heading = "lazy_map: the function returned a wrong shape or dtype for slices of its operands"
+    raise UnsupportedValue(error_text(heading, found=kind, expected=expected, fix=_FIX))
 
 
 def check_elementwise(function: Callable[..., Any], values: Sequence[torch.Tensor]) -> None:
@@ -207,8 +207,8 @@ def _result(function: Callable[..., Any], values: Sequence[torch.Tensor]) -> tor
 
 
 def _not_elementwise(how: str) -> UnsupportedValue:
-    what = f"lazy_map: the function isn't elementwise: its results differ if a window is {how}"
-    return UnsupportedValue(error_text(what, fix=_FIX))
+    heading = f"lazy_map: the function isn't elementwise: its results differ if a window is {how}"
+    return UnsupportedValue(error_text(heading, fix=_FIX))
 
 
 def product(left: Source, right: Source) -> Boxwise:
@@ -297,6 +297,6 @@ def check_one_shape(name: str, operation: str, shapes: Sequence[Shape]) -> None:
         ShapeError: The shapes differ.
     """
     if len(set(shapes)) > 1:
-        what = f"LazyTensor {name!r}: {operation} needs tensors of one shape"
+        heading = f"LazyTensor {name!r}: {operation} needs tensors of one shape"
         fix = "Expand the smaller one with `expand`, or call read() first."
-        raise ShapeError(error_text(what, found=", ".join(map(str, map(tuple, shapes))), fix=fix))
+        raise ShapeError(error_text(heading, found=", ".join(map(str, map(tuple, shapes))), fix=fix))

@@ -175,9 +175,9 @@ class Stored:
         # Formats and users write readers: a wrong box would otherwise be copied into tensors silently.
         box = self.reader(offset, shape)
         if box.shape != shape or box.dtype is not self.dtype:
-            what = f"read: the storage returned a wrong shape or dtype for the box at {offset} of {self.name!r}"
+            heading = f"read: the storage returned a wrong shape or dtype for the box at {offset} of {self.name!r}"
             raise ShapeError(
-                error_text(what, found=_kind(tuple(box.shape), box.dtype), expected=_kind(shape, self.dtype))
+                error_text(heading, found=_kind(tuple(box.shape), box.dtype), expected=_kind(shape, self.dtype))
             )
         return box
 

@@ -141,8 +141,8 @@ def join(common: Tree, target: Tree, own: Own | None = None) -> Tree:
     if isinstance(tree, _Spare):
         return tree.value
     if tree is HOLE:
-        what, fix = "join: nothing is left of the tree", "Give the target the structure that was saved, or a dict."
-        raise TreeError(error_text(what, found=describe(target), expected=_description(common), fix=fix))
+        heading, fix = "join: nothing is left of the tree", "Give the target the structure that was saved, or a dict."
+        raise TreeError(error_text(heading, found=describe(target), expected=_description(common), fix=fix))
     return tree
 
 

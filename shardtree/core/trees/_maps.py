@@ -220,9 +220,9 @@ def _refuse_plain(spec: optree.PyTreeSpec, leaves: list[Any]) -> None:
         path for path, leaf in zip(spec.paths(), leaves, strict=True) if isinstance(leaf, (torch.Tensor, LazyTensor))
     ]
     if tensors:
-        what, found = "map_data: a tree of plain tensors, without shards", ", ".join(map(render_path, tensors[:3]))
+        heading, found = "map_data: a tree of plain tensors, without shards", ", ".join(map(render_path, tensors[:3]))
         fix = "Use `map_shards(f, tree)`, which calls f for each leaf, also for numbers and strings."
-        raise TreeError(error_text(what, found=found, expected="shards", fix=fix))
+        raise TreeError(error_text(heading, found=found, expected="shards", fix=fix))
 
 
 @refusing_depth

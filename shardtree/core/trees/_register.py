@@ -111,8 +111,8 @@ class _DataclassNode:
     def flatten(self, value: Any) -> tuple[list[Any], dict[str, Any], tuple[str, ...]]:
         """Return an instance's children, its static fields by name, and the children's names."""
         if unset := [name for name in (*self.static, *self.children) if not hasattr(value, name)]:
-            what = f"an instance of {self.cls.__name__} has fields without a value"
-            raise MetadataError(error_text(what, offenders=unset, fix="Set them, or give them a default."))
+            heading = f"an instance of {self.cls.__name__} has fields without a value"
+            raise MetadataError(error_text(heading, offenders=unset, fix="Set them, or give them a default."))
         static = {name: getattr(value, name) for name in self.static}
         return [getattr(value, name) for name in self.children], static, self.children
 

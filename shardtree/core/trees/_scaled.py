@@ -137,8 +137,8 @@ def refuse_scaled(doing: str, tensors: Mapping[str, torch.dtype], scaled: Scaled
     """
     if scaled:
         lines = [f"{key!r}: {scaled_what(tensors[key], names)}" for key, names in scaled.items()]
-        what = f"{doing}: quantised values would be cast without their scales"
-        raise ShapeError(error_text(what, offenders=lines, fix=BY_SCALES))
+        heading = f"{doing}: quantised values would be cast without their scales"
+        raise ShapeError(error_text(heading, offenders=lines, fix=BY_SCALES))
 
 
 def plain_matcher(doing: str, plain: Iterable[str], keys: Callable[[], Iterable[str]]) -> Callable[[str], bool]:

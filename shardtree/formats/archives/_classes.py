@@ -109,8 +109,8 @@ def _fields(state: Any, names: list[str]) -> dict[str, Any]:
 
 
 def _mismatch_error(cls: type, found: str, expected: str) -> UnsupportedValue:
-    what = f"{type_name(cls)}: the class given in types doesn't fit the stored value"
-    return UnsupportedValue(error_text(what, found=found, expected=expected))
+    heading = f"{type_name(cls)}: the class given in types doesn't fit the stored value"
+    return UnsupportedValue(error_text(heading, found=found, expected=expected))
 
 
 # This section lists other names in checkpoints of training programs: plain classes of Megatron-Core, and kinds of

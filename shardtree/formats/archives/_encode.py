@@ -280,9 +280,9 @@ def _buffers(data: bytes, tensors: list[StreamedTensor]) -> Iterator[memoryview]
             yield buffer
             nbytes += buffer.nbytes
         if nbytes != tensor.nbytes:
-            what = f"streamed_archive: the buffers of a tensor {tensor.shape} {tensor.dtype} don't have its length"
+            heading = f"streamed_archive: the buffers of a tensor {tensor.shape} {tensor.dtype} don't have its length"
             found, expected = f"{nbytes} bytes", f"{tensor.nbytes} bytes"
-            raise UnsupportedValue(error_text(what, found=found, expected=expected))
+            raise UnsupportedValue(error_text(heading, found=found, expected=expected))
         at += nbytes
         # The CRC32 follows the bytes in a descriptor, so that nothing is written twice.
         records.append(WrittenRecord(record.name, checksum, nbytes, begin))

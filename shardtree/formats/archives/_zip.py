@@ -286,8 +286,8 @@ class Archive:
         crc32, expected = zlib.crc32(data), self.records[name].crc32
         if expected and crc32 != expected:
             fix = "The medium or a later program damaged it; load another checkpoint."
-            what = f"{self.what}: record {name[:100]!r} isn't what was saved: its CRC32 differs"
-            raise CorruptCheckpoint(error_text(what, found=f"{crc32:#010x}", expected=f"{expected:#010x}", fix=fix))
+            heading = f"{self.what}: record {name[:100]!r} isn't what was saved: its CRC32 differs"
+            raise CorruptCheckpoint(error_text(heading, found=f"{crc32:#010x}", expected=f"{expected:#010x}", fix=fix))
         return data
 
 

@@ -167,9 +167,9 @@ def _parts(number: int, file: WeightFile, refusals: Mapping[str, str]) -> Iterat
 
 def _offsets(file: WeightFile) -> Mapping[str, Any]:
     if (version := file.texts.get(_VERSION, _KNOWN_VERSION)) != _KNOWN_VERSION:
-        what = f"open: {file.name!r} has an unsupported version of {_OFFSETS}"
+        heading = f"open: {file.name!r} has an unsupported version of {_OFFSETS}"
         fix = "Load it with the program that wrote it."
-        raise UnsupportedValue(error_text(what, found=version[:100], expected=_KNOWN_VERSION, fix=fix))
+        raise UnsupportedValue(error_text(heading, found=version[:100], expected=_KNOWN_VERSION, fix=fix))
     if _OFFSETS not in file.texts:
         raise _unsound(file, f"no {_OFFSETS}", "the offset of each of its parts")
     offsets = parse_json(file.texts[_OFFSETS].encode(), f"open: {_OFFSETS} of {file.name!r}")
@@ -187,8 +187,8 @@ def _offset(file: WeightFile, key: str, offsets: Mapping[str, Any], axes: int) -
 
 
 def _unsound(file: WeightFile, found: str, expected: str) -> CorruptCheckpoint:
-    what, fix = f"open: the header of {file.name!r} is malformed", "It was damaged or edited; fetch it again."
-    return CorruptCheckpoint(error_text(what, found=found, expected=expected, fix=fix))
+    heading, fix = f"open: the header of {file.name!r} is malformed", "It was damaged or edited; fetch it again."
+    return CorruptCheckpoint(error_text(heading, found=found, expected=expected, fix=fix))
 
 
 def _whole(key: str, parts: Sequence[Part], files: Sequence[WeightFile]) -> TensorKind:
@@ -196,10 +196,10 @@ def _whole(key: str, parts: Sequence[Part], files: Sequence[WeightFile]) -> Tens
     first = parts[0]
     for part in parts:
         if part.kind.dtype != first.kind.dtype or len(part.offset) != len(first.offset):
-            what = f"open: files have parts of several tensors named {key[:200]!r}"
+            heading = f"open: files have parts of several tensors named {key[:200]!r}"
             pair = [f"{files[other.file].name!r}: {other.kind}" for other in (first, part)]
             fix = "They belong to different saves; take the files of one."
-            raise CorruptCheckpoint(error_text(what, found=" and ".join(pair), fix=fix))
+            raise CorruptCheckpoint(error_text(heading, found=" and ".join(pair), fix=fix))
     ends = (part.stop for part in parts)
     return TensorKind(first.kind.dtype, tuple(map(max, zip(*ends, strict=True))), 0)
 
@@ -229,9 +229,9 @@ def _check_tiled(
     wrong |= {columns.keys[number]: "parts overlap, and others are in no file" for number in shared.tolist()}
     if wrong:
         lines = (f"{key[:200]!r}: {reason} ({_names(parts[key], files)})" for key, reason in wrong.items())
-        what, count = f"open: the files in {where!r} don't make whole tensors", len(wrong)
+        heading, count = f"open: the files in {where!r} don't make whole tensors", len(wrong)
         fix = "Copy every rank's file of one save, and move files of other saves away."
-        raise CorruptCheckpoint(error_text(what, offenders=lines, count=count, fix=fix))
+        raise CorruptCheckpoint(error_text(heading, offenders=lines, count=count, fix=fix))
 
 
 def _names(parts: Sequence[Part], files: Sequence[WeightFile]) -> str:
@@ -254,9 +254,9 @@ def _check_told(checkpoint: Checkpoint, index: Index) -> None:
         if shapes[key] != shape
     ]
     if wrong:
-        what = f"open: the files in {checkpoint.storage.where()!r} don't make the tensors of LoadOptions(shapes=...)"
+        heading = f"open: the files in {checkpoint.storage.where()!r} don't make the tensors of LoadOptions(shapes=...)"
         fix = "Copy the missing rank's file, or correct the shapes if they belong to another model."
-        raise CorruptCheckpoint(error_text(what, offenders=wrong, fix=fix))
+        raise CorruptCheckpoint(error_text(heading, offenders=wrong, fix=fix))
 
 
 def load_sharded(checkpoint: Checkpoint, shards: Sequence[ShardedTensor]) -> ReadReport:
@@ -273,9 +273,9 @@ def load_sharded(checkpoint: Checkpoint, shards: Sequence[ShardedTensor]) -> Rea
     check_taken(contents.refusals, [shard.key for shard in shards])
     if doubts := _doubts(checkpoint, contents, shards):
         lines = (f"{key!r}: {reason}" for key, reason in sorted(doubts.items()))
-        what = "load: the files don't say how large these tensors are, so a missing file would go unnoticed"
+        heading = "load: the files don't say how large these tensors are, so a missing file would go unnoticed"
         fix = "Pass the saved shapes as LoadOptions(shapes=...)."
-        raise ShapeError(error_text(what, offenders=lines, fix=fix))
+        raise ShapeError(error_text(heading, offenders=lines, fix=fix))
     if others := _other_shapes(checkpoint, contents, shards):
         lines = (f"{key!r}: {reason}" for key, reason in sorted(others.items()))
         raise ShapeError(error_text("load: the target's shapes differ from those that the files make", offenders=lines))

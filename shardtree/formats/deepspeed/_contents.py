@@ -57,12 +57,12 @@ def read_contents(checkpoint: Checkpoint) -> Contents:
         _check_copies(checkpoint, optimizer)
     model = read_model(checkpoint, models, optimizer.paddings, tensors)
     if len(optimizer.masters) != len(model.groups):
-        what = (
+        heading = (
             f"open: {storage.where(optimizers[0].name)!r} and {storage.where(models[0].name)!r} "
             "belong to different saves"
         )
         found, expected = f"{len(optimizer.masters)} groups of masters", f"{len(model.groups)}, as in param_shapes"
-        raise CorruptCheckpoint(error_text(what, found=found, expected=expected, fix="Copy all files of one save."))
+        raise CorruptCheckpoint(error_text(heading, found=found, expected=expected, fix="Copy all files of one save."))
     for number, parameters in enumerate(model.groups):
         if parameters:
             _add_group(checkpoint, tensors, model, optimizer, number)
@@ -87,9 +87,9 @@ def _check_copies(checkpoint: Checkpoint, optimizer: Optimizer) -> None:
         if other is vectors[0] or not _has_values(checkpoint, vectors):
             continue
         where, other_where = (checkpoint.storage.where(vector.tensor.file) for vector in (vectors[0], other))
-        what = f"open: {where!r} is a copy of {other_where!r}"
+        heading = f"open: {where!r} is a copy of {other_where!r}"
         fix = "Copy each rank's own file, or load another checkpoint."
-        raise CorruptCheckpoint(error_text(what, found="the same masters and states on two ranks", fix=fix))
+        raise CorruptCheckpoint(error_text(heading, found="the same masters and states on two ranks", fix=fix))
 
 
 def _has_values(checkpoint: Checkpoint, vectors: Sequence[Vector]) -> bool:
@@ -137,9 +137,9 @@ def _check_paddings(groups: Sequence[Sequence[Parameter]], optimizer: Optimizer,
             where, other_where = (
                 checkpoint.storage.where(optimizer.masters[0][number].tensor.file) for number in (rank, other)
             )
-            what = f"load: {where!r} isn't its rank's file: {other_where!r} has the zeros that pad that rank's data"
+            heading = f"load: {where!r} isn't its rank's file: {other_where!r} has the zeros that pad that rank's data"
             fix = "Files were renamed, exchanged or copied; copy each rank's own file, or load another checkpoint."
-            raise CorruptCheckpoint(error_text(what, fix=f"{fix} LoadOptions(verify=None) skips the comparison."))
+            raise CorruptCheckpoint(error_text(heading, fix=f"{fix} LoadOptions(verify=None) skips the comparison."))
 
 
 _LOOKED_AT_PADDINGS = 4
@@ -155,8 +155,10 @@ def _check_whole(checkpoint: Checkpoint, models: Sequence[ArchiveFile], model: M
     ]
     if names:
         where = checkpoint.storage.where(models[0].name)
-        what = f"open: {where!r} lacks the elements of these parameters, which ZeRO-3 keeps in the masters"
-        raise CorruptCheckpoint(error_text(what, offenders=names, fix="Copy the optim_states files of all ranks too."))
+        heading = f"open: {where!r} lacks the elements of these parameters, which ZeRO-3 keeps in the masters"
+        raise CorruptCheckpoint(
+            error_text(heading, offenders=names, fix="Copy the optim_states files of all ranks too.")
+        )
 
 
 def _add_group(checkpoint: Checkpoint, tensors: Tensors, model: Model, optimizer: Optimizer, number: int) -> None:

@@ -263,8 +263,10 @@ def read_optimizer(checkpoint: Checkpoint, files: Sequence[ArchiveFile], first: 
     vectors = [[tensor.of(StoredTensor) for tensor in saved.member(_MASTERS[is_zero3]).items()] for saved in inner]
     counts = {len(by_group) for by_group in vectors}
     if len(counts) > 1:
-        what = f"open: {files[0].where!r} and the other ranks' files have different numbers of parameter groups"
-        raise CorruptCheckpoint(error_text(what, found=f"{sorted(counts)} groups", fix="Copy all files of one save."))
+        heading = f"open: {files[0].where!r} and the other ranks' files have different numbers of parameter groups"
+        raise CorruptCheckpoint(
+            error_text(heading, found=f"{sorted(counts)} groups", fix="Copy all files of one save.")
+        )
     masters = [
         [Vector(first + rank, by_group[group]) for rank, by_group in enumerate(vectors)] for group in range(max(counts))
     ]
@@ -273,8 +275,10 @@ def read_optimizer(checkpoint: Checkpoint, files: Sequence[ArchiveFile], first: 
     base = [saved.member("optimizer_state_dict" if is_zero3 else "base_optimizer_state") for saved in inner]
     groups = [[] if isinstance(state.value, list) else state.member("param_groups").items() for state in base]
     if len(counts := {*map(len, groups)}) > 1:
-        what = f"open: {files[0].where!r} and the other ranks' files have different numbers of hyperparameter groups"
-        raise CorruptCheckpoint(error_text(what, found=f"{sorted(counts)} groups", fix="Copy all files of one save."))
+        heading = f"open: {files[0].where!r} and the other ranks' files have different numbers of hyperparameter groups"
+        raise CorruptCheckpoint(
+            error_text(heading, found=f"{sorted(counts)} groups", fix="Copy all files of one save.")
+        )
     paddings = inner[0].member("param_alignment_paddings", [])
     return Optimizer(
         is_zero3=is_zero3,

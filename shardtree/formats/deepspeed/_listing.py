@@ -150,8 +150,8 @@ def zero_files(storage: Storage, folder: str) -> ZeroFiles:
         size = max(ranks, default=-1) + 1
         if size > len(ranks):
             missing, count = map(str, missing_numbers(ranks, len(ranks), size)), size - len(ranks)
-            what = f"open: {where!r} lacks the {kind} files of data-parallel ranks"
-            raise CorruptCheckpoint(error_text(what, offenders=missing, count=count, fix="Copy every rank's file."))
+            heading = f"open: {where!r} lacks the {kind} files of data-parallel ranks"
+            raise CorruptCheckpoint(error_text(heading, offenders=missing, count=count, fix="Copy every rank's file."))
     in_order = (tuple(folder + ranks[rank] for rank in sorted(ranks)) for ranks in (models, optimizers))
     return ZeroFiles(folder, *in_order)
 
@@ -187,5 +187,5 @@ def check_count(storage: Storage, folder: str, kind: str, count: int, expected: 
         return
     fewer = "Copy every rank's file; without one, its part of each tensor is missing."
     fix = fewer if count < expected else "Move away the files of an older save with more ranks."
-    what = f"open: {storage.where(folder.rstrip('/'))!r} doesn't have one {kind} file for each rank"
-    raise CorruptCheckpoint(error_text(what, found=f"{count} files", expected=f"{expected}, as {by} says", fix=fix))
+    heading = f"open: {storage.where(folder.rstrip('/'))!r} doesn't have one {kind} file for each rank"
+    raise CorruptCheckpoint(error_text(heading, found=f"{count} files", expected=f"{expected}, as {by} says", fix=fix))

@@ -74,8 +74,10 @@ def _state_files(storage: Storage, folder: str, model: Model) -> dict[str, tuple
             missing.append(repr(f"{place}/{MASTER}.pt"))
         files |= {f"{place}/{state}.pt": (parameter, state) for state in states}
     if missing:
-        what = f"open: {storage.where(folder.rstrip('/'))!r} lacks masters of parameters that {model.where!r} lists"
-        raise CorruptCheckpoint(error_text(what, offenders=missing, fix="Copy the whole folder, or convert it again."))
+        heading = f"open: {storage.where(folder.rstrip('/'))!r} lacks masters of parameters that {model.where!r} lists"
+        raise CorruptCheckpoint(
+            error_text(heading, offenders=missing, fix="Copy the whole folder, or convert it again.")
+        )
     return files
 
 
@@ -101,10 +103,10 @@ def _add_state(
         description = f"a {type(value).__name__}"
         if isinstance(value, StoredTensor):
             description = f"a tensor of shape {value.shape}"
-        what = f"open: {file.where!r} doesn't have its parameter's shape"
+        heading = f"open: {file.where!r} doesn't have its parameter's shape"
         expected = f"a tensor of shape {shape}, as in param_shapes of {model.where!r}"
         fix = "It was converted from another model, or damaged; convert it again."
-        raise CorruptCheckpoint(error_text(what, found=description, expected=expected, fix=fix))
+        raise CorruptCheckpoint(error_text(heading, found=description, expected=expected, fix=fix))
     pieces = [piece_of(key, number, _shaped(value, shape))] if 0 not in shape else []
     tensors.add(key, value.dtype, shape, pieces)
     weight = model.module.get(parameter.name)

@@ -71,8 +71,8 @@ def rank_files(names: Iterable[str], where: str) -> RankFiles:
     if len(by_size) != 1:
         sizes = ", ".join(f"of {size} ranks" for size in sorted(by_size))
         fix = "Move the files of other saves away; nothing in them says which are current."
-        what = f"open: {where!r} has ranks' files of several saves"
-        raise CorruptCheckpoint(error_text(what, found=f"files {sizes}", expected="one number of ranks", fix=fix))
+        heading = f"open: {where!r} has ranks' files of several saves"
+        raise CorruptCheckpoint(error_text(heading, found=f"files {sizes}", expected="one number of ranks", fix=fix))
     ((size, kinds),) = by_size.items()
     fix = "Copy every rank's file; without it, its rows are missing."
     beyond = [name for ranks in kinds.values() for rank, name in ranks.items() if rank >= size]
@@ -83,10 +83,10 @@ def rank_files(names: Iterable[str], where: str) -> RankFiles:
             for kind, ranks in kinds.items()
             for rank in missing_numbers(ranks, sum(rank < size for rank in ranks), size)
         )
-        what = f"open: {where!r} lacks ranks' files"
-        raise CorruptCheckpoint(error_text(what, offenders=missing, count=count, fix=fix))
+        heading = f"open: {where!r} lacks ranks' files"
+        raise CorruptCheckpoint(error_text(heading, offenders=missing, count=count, fix=fix))
     if beyond:
-        what = f"open: {where!r} has files of ranks above {size - 1}, but only {size} ranks saved"
-        raise CorruptCheckpoint(error_text(what, offenders=beyond, fix="Move the files of other saves away."))
+        heading = f"open: {where!r} has files of ranks above {size - 1}, but only {size} ranks saved"
+        raise CorruptCheckpoint(error_text(heading, offenders=beyond, fix="Move the files of other saves away."))
     names_of = {kind: tuple(ranks[rank] for rank in range(size)) for kind, ranks in kinds.items()}
     return RankFiles(size, names_of)

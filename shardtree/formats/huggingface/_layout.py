@@ -86,9 +86,9 @@ def model_files(
     _check_storable(kinds)
     room = header_bytes - sum(_text_bytes(name) + _text_bytes(text) for name, text in texts.items())
     if room < 0:
-        what, expected = f"save: strings of {TEXTS!r} are too long", f"at most {header_bytes} bytes"
+        heading, expected = f"save: strings of {TEXTS!r} are too long", f"at most {header_bytes} bytes"
         found, fix = f"{header_bytes - room} bytes", "Shorten them, or leave some out of the tree."
-        raise MetadataError(error_text(what, found=found, expected=expected, fix=fix))
+        raise MetadataError(error_text(heading, found=found, expected=expected, fix=fix))
     return tuple(_file(names, kinds, texts) for names in _groups(kinds, max_file_bytes, room, writers or {}))
 
 
@@ -104,12 +104,12 @@ def tensor_bytes(kind: TensorKind) -> int:
 def _check_storable(kinds: Kinds) -> None:
     wrong = [f"{key!r}: {kind}" for key, kind in kinds.items() if kind_in_file(kind.dtype, kind.global_shape) is None]
     if wrong:
-        what = "save: tensors whose dtype, or dtype and shape, safetensors files don't support"
+        heading = "save: tensors whose dtype, or dtype and shape, safetensors files don't support"
         fix = "Cast or reshape the tensors, or save in the native format."
-        raise UnsupportedValue(error_text(what, offenders=wrong, fix=fix))
+        raise UnsupportedValue(error_text(heading, offenders=wrong, fix=fix))
     if TEXTS in kinds:
-        what = f"save: a tensor in a safetensors file can't be named {TEXTS!r}"
-        raise UnsupportedValue(error_text(what, fix="Rename the tensor."))
+        heading = f"save: a tensor in a safetensors file can't be named {TEXTS!r}"
+        raise UnsupportedValue(error_text(heading, fix="Rename the tensor."))
 
 
 def _groups(kinds: Kinds, max_file_bytes: int, header_bytes: int, writers: Mapping[str, int]) -> Iterator[list[str]]:

@@ -94,8 +94,8 @@ def _header_if_there(storage: Storage, name: str) -> WeightFile | None:
             # A model that was cloned without git-lfs has pointers in place of files.
             if bytes(reader.read(0, min(reader.length, len(_POINTER)))) == _POINTER:
                 cause, fix = "a pointer of git-lfs", "Fetch the file itself: git lfs pull."
-            what = f"open: {where!r} is not a valid safetensors file"
-            raise CorruptCheckpoint(error_text(what, found=cause, fix=fix)) from error
+            heading = f"open: {where!r} is not a valid safetensors file"
+            raise CorruptCheckpoint(error_text(heading, found=cause, fix=fix)) from error
 
 
 def read_headers(storage: Storage, listing: ModelListing) -> list[WeightFile]:
@@ -204,18 +204,18 @@ def _rows(listing: ModelListing, files: Sequence[WeightFile]) -> list[tuple[int,
                 continue
             if entry.name in rows:
                 other = files[rows[entry.name][0]].name
-                what = f"open: tensor {entry.name[:200]!r} is in two files"
+                heading = f"open: tensor {entry.name[:200]!r} is in two files"
                 fix = "Files of different saves lie in the folder; fetch the model again."
-                raise CorruptCheckpoint(error_text(what, found=f"{other!r} and {file.name!r}", fix=fix))
+                raise CorruptCheckpoint(error_text(heading, found=f"{other!r} and {file.name!r}", fix=fix))
             rows[entry.name] = number, entry
     index, there = listing.weight_map or {}, {entry.name for file in files for entry in file.entries}
     wrong = [
         f"{key[:200]!r} in {file!r}" for key, file in index.items() if key not in rows and (key in there or not rows)
     ]
     if wrong:
-        what = f"open: {listing.name!r} lists tensors that aren't in the files named for them"
+        heading = f"open: {listing.name!r} lists tensors that aren't in the files named for them"
         fix = "Files and index belong to different saves; fetch them again."
-        raise CorruptCheckpoint(error_text(what, offenders=wrong, fix=fix))
+        raise CorruptCheckpoint(error_text(heading, offenders=wrong, fix=fix))
     return list(rows.values())
 
 

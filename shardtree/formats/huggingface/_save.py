@@ -138,8 +138,8 @@ def check_free(pending: PendingSave, files: Sequence[ModelFile]) -> None:
     names = (file_name(number, len(files)) for number in range(len(files)))
     existing = [pending.storage.where(name) for name in names if pending.storage.length(name) is not None]
     if existing:
-        what = "save: the folder has files with a model's names, but no index that lists them"
-        raise AlreadyACheckpoint(error_text(what, offenders=existing, fix="Remove them, or save to another folder."))
+        heading = "save: the folder has files with a model's names, but no index that lists them"
+        raise AlreadyACheckpoint(error_text(heading, offenders=existing, fix="Remove them, or save to another folder."))
 
 
 def abandon(pending: PendingSave, saving: ModelSaving) -> None:
@@ -180,8 +180,8 @@ def save_sharded_up_to(max_file_bytes: int) -> Strategy:
     most_bytes = as_int(max_file_bytes)
     if most_bytes is None or most_bytes < 1:
         found = f"{max_file_bytes!r}"[:200]
-        what = "huggingface: unusable max_file_bytes"
-        raise MetadataError(error_text(what, found=found, expected="a positive int, in bytes"))
+        heading = "huggingface: unusable max_file_bytes"
+        raise MetadataError(error_text(heading, found=found, expected="a positive int, in bytes"))
     return partial(_prepare, most_bytes)
 
 
@@ -207,9 +207,9 @@ def save_common(pending: PendingSave, common: Any) -> Fields:
         StrategyError: Another format has the shards, so that there is no model with headers.
     """
     if paths := paths_without_room(common):
-        what = f"save: a Hugging Face model can only have tensors and the strings of {TEXTS!r}, not these values"
+        heading = f"save: a Hugging Face model can only have tensors and the strings of {TEXTS!r}, not these values"
         fix = f"Leave them out of the tree, or {_NATIVE_COMMON}."
-        raise UnsupportedValue(error_text(what, offenders=map(render_path, paths), fix=fix))
+        raise UnsupportedValue(error_text(heading, offenders=map(render_path, paths), fix=fix))
     if not isinstance(pending.state, ModelSaving):
         fix = f"Save the shards as ({BACKEND!r}, {VERSION}) too, or {_NATIVE_COMMON}."
         raise StrategyError(error_text(f"save: no shards were written in the format {BACKEND!r}", fix=fix))
@@ -221,9 +221,9 @@ def _prepare(
 ) -> AsyncRequest[str]:
     objects = [repr(shard.unique_key) for shard in shards if isinstance(shard, ShardedObject)]
     if objects:
-        what = "save: a Hugging Face model can only have tensors, not these objects"
+        heading = "save: a Hugging Face model can only have tensors, not these objects"
         raise UnsupportedValue(
-            error_text(what, offenders=objects, fix=f"Leave them out of the tree, or {_NATIVE_COMMON}.")
+            error_text(heading, offenders=objects, fix=f"Leave them out of the tree, or {_NATIVE_COMMON}.")
         )
     if isinstance(pending.state, ModelSaving):  # This process also plays another rank, which made the model.
         model = pending.state.model
@@ -272,8 +272,8 @@ def _writers(columns: ShardColumns, ranks: int) -> dict[str, int]:
 def _layout(pending: PendingSave) -> ShardColumns:
     """Return the shards of all ranks, after checking that they tile their tensors."""
     if pending.layout is None:
-        what = "save: ranks write a Hugging Face model's files together, but don't know each other's shards"
-        raise StrategyError(error_text(what, fix="Leave validate_access_integrity on."))
+        heading = "save: ranks write a Hugging Face model's files together, but don't know each other's shards"
+        raise StrategyError(error_text(heading, fix="Leave validate_access_integrity on."))
     if pending.world.size == 1:
         check_access(pending.layout)  # Several ranks have checked this when they exchanged their layouts.
     return pending.layout
@@ -317,8 +317,8 @@ def _check_written(pending: PendingSave, files: Sequence[ModelFile], hashes: Seq
     others = [f"rank {rank}" for rank, rank_hash in enumerate(hashes) if rank_hash != hashes[0]]
     # Ranks may differ in values that save's `preprocess_common_before_consistancy_check` leaves out.
     if others:
-        what = f"save: ranks disagree with rank 0 about the strings of {TEXTS!r}, which every file's header has"
-        raise IntegrityError(error_text(what, offenders=others, fix="Give all ranks the same strings."))
+        heading = f"save: ranks disagree with rank 0 about the strings of {TEXTS!r}, which every file's header has"
+        raise IntegrityError(error_text(heading, offenders=others, fix="Give all ranks the same strings."))
     names = (draft_name(pending.save_id, number, len(files)) for number in range(len(files)))
     check_seen(pending.storage, zip(names, (file.length for file in files), strict=True), "the ranks")
     return {}

@@ -317,9 +317,9 @@ def _check_tiled(
     ]
     wrong += [f"{key!r}: some elements twice, and some not at all" for key in _doubled(pieces)] if not wrong else []
     if wrong:
-        what = "open: the ranks' files don't hold every element of these tensors exactly once"
+        heading = "open: the ranks' files don't hold every element of these tensors exactly once"
         fix = "A rank's file is missing, or belongs to another save; copy all files of one save, or load another one."
-        raise CorruptCheckpoint(error_text(what, offenders=wrong, fix=fix))
+        raise CorruptCheckpoint(error_text(heading, offenders=wrong, fix=fix))
 
 
 def _doubled(pieces: Sequence[Piece]) -> list[str]:

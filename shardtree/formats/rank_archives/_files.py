@@ -91,10 +91,10 @@ class ValueAt:
         return {key: ValueAt(value, self.file, (*self.path, key)) for key, value in entries.items()}
 
     def _wrong(self, expected: str) -> CorruptCheckpoint:
-        what = f"open: {self.file!r} doesn't have the content of its format"
+        heading = f"open: {self.file!r} doesn't have the content of its format"
         found = f"{render_path(self.path, 'saved')} is {_shown(self.value)}"
         fix = "It was damaged, or made by another program; load another checkpoint."
-        return CorruptCheckpoint(error_text(what, found=found, expected=expected, fix=fix))
+        return CorruptCheckpoint(error_text(heading, found=found, expected=expected, fix=fix))
 
 
 def _one_of(kinds: tuple[type[Any], ...]) -> str:

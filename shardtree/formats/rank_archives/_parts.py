@@ -93,10 +93,10 @@ def check_rank(file: ArchiveFile, rank: int, key: str, tensor: StoredTensor | St
         CorruptCheckpoint: The part's mesh names another rank.
     """
     if isinstance(tensor, StoredDTensor) and tensor.parts.rank not in (None, rank):
-        what = f"open: {file.where!r} is another rank's file"
+        heading = f"open: {file.where!r} is another rank's file"
         fix = "Files were renamed, exchanged or copied; copy each rank's own file, or load another checkpoint."
         part = f"the part of rank {tensor.parts.rank} of {key[:200]!r}"
-        raise CorruptCheckpoint(error_text(what, found=part, expected=f"that of rank {rank}", fix=fix))
+        raise CorruptCheckpoint(error_text(heading, found=part, expected=f"that of rank {rank}", fix=fix))
 
 
 def place_parts(

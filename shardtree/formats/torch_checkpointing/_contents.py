@@ -108,8 +108,8 @@ def _check_files(where: str, files: Mapping[str, Mapping[int, str]], size: int) 
         missing = (
             f"{item}_{rank}.pt" for item, there in present.items() for rank in missing_numbers(files[item], there, size)
         )
-        what, fix = f"open: {where!r} lacks ranks' files", "Copy every rank's file, or load another checkpoint."
-        raise CorruptCheckpoint(error_text(what, offenders=missing, count=count, fix=fix))
+        heading, fix = f"open: {where!r} lacks ranks' files", "Copy every rank's file, or load another checkpoint."
+        raise CorruptCheckpoint(error_text(heading, offenders=missing, count=count, fix=fix))
 
 
 def _file(item: str, rank: int, layout: ValueAt) -> str:
@@ -119,8 +119,8 @@ def _file(item: str, rank: int, layout: ValueAt) -> str:
     name: str = layout.member("file_path").of(str)
     if kind != _TORCH:
         fix = "Load it with torch_checkpointing."
-        what = f"open: {layout.file!r}: {name!r} has another serialization than torch.save"
-        raise UnsupportedValue(error_text(what, found=kind[:100], expected=_TORCH, fix=fix))
+        heading = f"open: {layout.file!r}: {name!r} has another serialization than torch.save"
+        raise UnsupportedValue(error_text(heading, found=kind[:100], expected=_TORCH, fix=fix))
     return name
 
 
@@ -236,9 +236,9 @@ def _check_described(storage: Storage, listing: Listing, holders: Mapping[PathAt
         elif not there:
             wrong.append(f"{path[:200]} in {item[:200]!r}: in no file")
     if wrong:
-        what = f"open: files lack tensors that {storage.where(METADATA)!r} describes"
+        heading = f"open: files lack tensors that {storage.where(METADATA)!r} describes"
         fix = "A file belongs to another save, or was changed; copy all files of one save, or load another checkpoint."
-        raise CorruptCheckpoint(error_text(what, offenders=wrong, fix=fix))
+        raise CorruptCheckpoint(error_text(heading, offenders=wrong, fix=fix))
 
 
 def _tensors(value: Any, path: TreePath) -> Iterator[tuple[TreePath, StoredTensor | StoredDTensor]]:
@@ -275,9 +275,9 @@ def _refuse_hidden(value: Any, where: str) -> None:
     while left:
         node = left.pop()
         if isinstance(node, (StoredTensor, StoredDTensor)):
-            what = f"open: {where!r} has tensors outside of dicts, lists and tuples"
+            heading = f"open: {where!r} has tensors outside of dicts, lists and tuples"
             fix = "Load it with torch_checkpointing, and save these tensors in a dict."
-            raise UnsupportedValue(error_text(what, found="a tensor in a set or an object, or as a key", fix=fix))
+            raise UnsupportedValue(error_text(heading, found="a tensor in a set or an object, or as a key", fix=fix))
         if id(node) not in ids:
             ids.add(id(node))
             left.extend(contents(node))

@@ -127,17 +127,17 @@ def _bucket(name: str, match: re.Match[str], states: Mapping[str, TensorEntry]) 
     edges = {(*sorted(at for ((at,), _) in entry.boxes), entry.shape[0]) for entry in states.values()}
     dtypes = {state: entry.dtype for state, entry in states.items() if entry.dtype is not None}
     if dtypes.get(MASTER) is torch.int16:
-        what = f"open: {name!r} has 16-bit remainders in place of masters: its parameters can't be identified"
+        heading = f"open: {name!r} has 16-bit remainders in place of masters: its parameters can't be identified"
         fix = "Load the model alone, or go on in Megatron-Core and save with store_param_remainders=False."
-        raise UnsupportedValue(error_text(what, fix=fix))
+        raise UnsupportedValue(error_text(heading, fix=fix))
     if len(edges) != 1 or len(dtypes) != len(states) or dtypes.get(MASTER) is not torch.float32:
         fix = "The checkpoint was damaged or made by another program; load another one."
         expected = f"{MASTER} in float32, and moments with the same chunks"
         found = ", ".join(
             f"{state} in {dtypes.get(state)}, {len(states[state].boxes)} chunks" for state in sorted(states)
         )
-        what = f"open: bucket {name!r} has states of wrong dtypes, or in different chunks"
-        raise CorruptCheckpoint(error_text(what, found=found, expected=expected, fix=fix))
+        heading = f"open: bucket {name!r} has states of wrong dtypes, or in different chunks"
+        raise CorruptCheckpoint(error_text(heading, found=found, expected=expected, fix=fix))
     buffer = (int(match["buffer"]), match["dtype"])
     return Bucket(
         name, match["group"], buffer, int(match["bucket"]), match["dtype"], (*sorted(dtypes.items()),), edges.pop()
@@ -248,8 +248,8 @@ def read_bucket(bucket: Bucket, sizes: Set[int], matches: Callable[[int, int], S
     fix = (
         "Weights and optimizer belong to different steps, or were edited. Load the model alone, or another checkpoint."
     )
-    what = f"open: {bucket.name!r}, from element {max(units)}: no parameter of the model has these values"
-    raise UnsupportedValue(error_text(what, fix=fix))
+    heading = f"open: {bucket.name!r}, from element {max(units)}: no parameter of the model has these values"
+    raise UnsupportedValue(error_text(heading, fix=fix))
 
 
 def _slice_edges(edges: Ints) -> set[int]:

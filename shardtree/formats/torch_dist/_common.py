@@ -188,8 +188,8 @@ def _top_values(common: Any) -> Iterator[Value]:
         for key, value in plain.items():
             yield from _values((key,), value)
     elif any(leaf is not HOLE for _, leaf in leaves_with_paths(plain)):
-        what = "save: torch.distributed.checkpoint stores plain values only in a dict with strings as keys"
-        raise TreeError(error_text(what, found=f"a {type(common).__name__}", fix="Put the tree in such a dict."))
+        heading = "save: torch.distributed.checkpoint stores plain values only in a dict with strings as keys"
+        raise TreeError(error_text(heading, found=f"a {type(common).__name__}", fix="Put the tree in such a dict."))
 
 
 def _values(path: TreePath, node: Any) -> Iterator[Value]:

@@ -269,8 +269,8 @@ def _step(checkpoint: Checkpoint, listing: ArchiveListing) -> float:
     steps = {step for _, step in _steps(checkpoint, listing)}
     if len(steps) != 1:
         fix = "Leave the steps out of the target, and set the optimizer's step by hand."
-        what = "load: param groups have no step, or different steps"
-        raise UnsupportedValue(error_text(what, found=sorted(steps), fix=fix))
+        heading = "load: param groups have no step, or different steps"
+        raise UnsupportedValue(error_text(heading, found=sorted(steps), fix=fix))
     return steps.pop()
 
 

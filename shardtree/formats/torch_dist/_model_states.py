@@ -162,9 +162,9 @@ def refuse(checkpoint: Checkpoint, wrong: Mapping[str, str]) -> None:
     """
     if not wrong:
         return
-    what = f"load: optimizer states in {checkpoint.storage.where()!r} don't belong to the weights beside them"
+    heading = f"load: optimizer states in {checkpoint.storage.where()!r} don't belong to the weights beside them"
     offenders = (f"{key!r}: {reason}" for key, reason in sorted(wrong.items()))
-    raise CorruptCheckpoint(error_text(what, offenders=offenders, fix=FIX))
+    raise CorruptCheckpoint(error_text(heading, offenders=offenders, fix=FIX))
 
 
 FIX = (

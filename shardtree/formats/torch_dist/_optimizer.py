@@ -254,8 +254,8 @@ def _one_of_each(fill: Fill, matches: Sequence[Match]) -> list[Match]:
             "The checkpoint was damaged, or its ranks had diverged when it was saved; load an earlier one. "
             "check_replicas shows the differences."
         )
-        what = "open: ranks' copies of optimizer states differ"
-        raise CorruptCheckpoint(error_text(what, offenders=sorted(differing), fix=fix))
+        heading = "open: ranks' copies of optimizer states differ"
+        raise CorruptCheckpoint(error_text(heading, offenders=sorted(differing), fix=fix))
     return [copies[0] for copies in by_pieces.values()]
 
 

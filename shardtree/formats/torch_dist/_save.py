@@ -175,8 +175,10 @@ def save_dcp_sharded(pending: PendingSave, shards: Sequence[ShardedTensor | Shar
     """
     for name, program in ((COMMON_FILE, "Megatron-Core"), (META_FILE, "Lightning")):
         if pending.storage.length(name) is not None:
-            what = f"save: {pending.storage.where()!r} has the {name} of a checkpoint of {program}"
-            raise StrategyError(error_text(what, fix="Save to another folder, or remove the file if it is left over."))
+            heading = f"save: {pending.storage.where()!r} has the {name} of a checkpoint of {program}"
+            raise StrategyError(
+                error_text(heading, fix="Save to another folder, or remove the file if it is left over.")
+            )
     return _request(pending, shards, DCP[0])
 
 

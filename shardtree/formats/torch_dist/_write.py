@@ -221,5 +221,5 @@ def _piece_buffers(piece: ArchivedBox, length: int) -> Iterator[Buffer]:
     yield memoryview(tail)
     if nbytes + len(tail) != length:
         found, expected = f"an archive of {nbytes + len(tail)} bytes", f"{length} bytes"
-        what = f"save: {piece.shard.key!r} changed its size while it was written"
-        raise CheckpointingException(error_text(what, found=found, expected=expected))
+        heading = f"save: {piece.shard.key!r} changed its size while it was written"
+        raise CheckpointingException(error_text(heading, found=found, expected=expected))

@@ -140,14 +140,14 @@ def missing_cells(array: StoredArray, cells_with_files: Column, most: int = MOST
     if total - len(cells_with_files) > most:
         found, expected = f"{total - len(cells_with_files)} of {total} chunks missing", f"at most {most} missing"
         fix = "Rewrite the array with larger chunks."
-        what = f"open: array {array.name!r} is too sparse to be a tensor"
-        raise UnsupportedValue(error_text(what, found=found, expected=expected, fix=fix))
+        heading = f"open: array {array.name!r} is too sparse to be a tensor"
+        raise UnsupportedValue(error_text(heading, found=found, expected=expected, fix=fix))
     fill_bytes = min(prod(array.box) * array.dtype.itemsize, (total - len(cells_with_files)) * array.file_bytes)
     if fill_bytes > _MOST_FILLED:
         found, expected = f"{fill_bytes} bytes in chunks without a file", f"at most {_MOST_FILLED}"
         fix = "Rewrite the array with all its chunks stored, or move it to another folder."
-        what = f"open: array {array.name!r} is too sparse to be a tensor"
-        raise UnsupportedValue(error_text(what, found=found, expected=expected, fix=fix))
+        heading = f"open: array {array.name!r} is too sparse to be a tensor"
+        raise UnsupportedValue(error_text(heading, found=found, expected=expected, fix=fix))
     if total == len(cells_with_files):
         return cells_with_files[:0]
     strides = row_major_strides(np.array([array.counts], dtype=np.int64))

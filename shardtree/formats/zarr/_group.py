@@ -125,8 +125,8 @@ def read_group(
     arrays = sorted(arrays, key=lambda array: array.key)
     twice = [repr(array.key) for array, following in pairwise(arrays) if array.key == following.key]
     if twice:
-        what, fix = f"open: two arrays in {storage.where()!r} have the same key", "Rename the folder of one of them."
-        raise CorruptCheckpoint(error_text(what, offenders=twice, fix=fix))
+        heading, fix = f"open: two arrays in {storage.where()!r} have the same key", "Rename the folder of one of them."
+        raise CorruptCheckpoint(error_text(heading, offenders=twice, fix=fix))
     rows = [_array_rows(storage, array, files) for array in arrays]
     numbers = files.add([name for _, name, _ in objects], [length for *_, length in objects]).tolist()
     object_rows = [(key, number, 0, length) for number, (key, _, length) in zip(numbers, objects, strict=True)]
@@ -311,11 +311,11 @@ def read_node(storage: Storage, folder: str) -> Node:
     fields = parse_json(storage.read(name), storage.where(name))
     is_node = isinstance(fields, dict) and fields.get("node_type") in ("array", "group")
     if not is_node or fields.get("zarr_format") != 3:
-        what, fix = (
+        heading, fix = (
             f"open: {storage.where(name)!r} has invalid zarr metadata",
             "The file was damaged; load another checkpoint.",
         )
-        raise CorruptCheckpoint(error_text(what, expected="the metadata of a zarr v3 group or array", fix=fix))
+        raise CorruptCheckpoint(error_text(heading, expected="the metadata of a zarr v3 group or array", fix=fix))
     if fields["node_type"] == "group":
         check_group(fields, repr(storage.where(name)))
     return dict(fields)

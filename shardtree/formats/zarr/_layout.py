@@ -109,8 +109,8 @@ def array_layouts(writes: ShardColumns, rank: int | None = None) -> Iterator[Arr
         key = writes.keys[number]
         other = names.setdefault(array_name(key), key)
         if other != key:
-            what = f"save: tensors {other!r} and {key!r} would have the same folder"
-            raise IntegrityError(error_text(what, fix="Rename one of them."))
+            heading = f"save: tensors {other!r} and {key!r} would have the same folder"
+            raise IntegrityError(error_text(heading, fix="Rename one of them."))
         yield _array_layout(writes, number, order[begin:end])
 
 
@@ -199,9 +199,11 @@ def _check_filled(array: StoredArray, columns: ShardColumns, cells: Column, file
     elements = np.bincount(file, weights=columns.elements, minlength=len(cells)).astype(np.int64)
     if (elements != room).any():
         first = int(np.flatnonzero(elements != room)[0])
-        what = f"save: the shards of {array.key!r} leave gaps in chunk {tuple(cells[first].tolist())}"
+        heading = f"save: the shards of {array.key!r} leave gaps in chunk {tuple(cells[first].tolist())}"
         fix = "Save the whole tensor, or shards of a regular grid."
-        raise IntegrityError(error_text(what, found=f"{elements[first]} elements", expected=int(room[first]), fix=fix))
+        raise IntegrityError(
+            error_text(heading, found=f"{elements[first]} elements", expected=int(room[first]), fix=fix)
+        )
 
 
 def _writers(rank: Column, file: Column, files: int) -> Column:

@@ -98,8 +98,10 @@ def _check_size(array: StoredArray, length: int) -> None:
     """Raise UnsupportedValue if a chunk's length in bytes is too large for decoding it in memory."""
     if length > _MOST_DECODED:
         found, expected = f"{length} bytes", f"at most {_MOST_DECODED}"
-        what = f"load: a chunk of array {array.name!r} is too large to be decoded"
-        raise UnsupportedValue(error_text(what, found=found, expected=expected, fix="Rewrite it with smaller chunks."))
+        heading = f"load: a chunk of array {array.name!r} is too large to be decoded"
+        raise UnsupportedValue(
+            error_text(heading, found=found, expected=expected, fix="Rewrite it with smaller chunks.")
+        )
 
 
 def zarr_package(what: str) -> Any:

@@ -217,8 +217,8 @@ def _all_writes(pending: PendingSave, tensors: Sequence[ShardedTensor]) -> tuple
         columns = select_rows(pending.layout, np.flatnonzero(level_writes(pending.layout, pending.world.size)))
     mine = np.flatnonzero(columns.rank == pending.world.rank)
     if [columns.keys[number] for number in columns.key[mine].tolist()] != [shard.key for shard in tensors]:
-        what, count = "save: the shards aren't those that the ranks agreed on", f"{len(tensors)} shards to write"
-        raise IntegrityError(error_text(what, found=count, expected=f"{mine.size} shards"))
+        heading, count = "save: the shards aren't those that the ranks agreed on", f"{len(tensors)} shards to write"
+        raise IntegrityError(error_text(heading, found=count, expected=f"{mine.size} shards"))
     own_numbers = np.full(len(columns), -1, dtype=np.int64)
     own_numbers[mine] = np.arange(mine.size)
     return columns, own_numbers

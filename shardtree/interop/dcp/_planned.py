@@ -41,11 +41,11 @@ def flattened(common: Any) -> tuple[dict[str, Any], dict[str, TreePath]]:
     try:
         planner.set_up_planner(rebuild([tensor if leaf is HOLE else leaf for _, leaf in pairs]))
     except ValueError as error:
-        what, fix = (
+        heading, fix = (
             "dcp.load: two plain values have the same name",
             "Rename one of them, and save the checkpoint again.",
         )
-        raise TreeError(error_text(what, found=error, fix=fix)) from error
+        raise TreeError(error_text(heading, found=error, fix=fix)) from error
     values = {name: value for name, value in planner.state_dict.items() if value is not tensor}
     return values, {name: planner.mappings[name] for name in values}
 

@@ -100,8 +100,8 @@ class CheckpointReader(StorageReader):
         options: LoadOptions | None = None,
     ) -> None:
         if not callable(rename):
-            what, found = "CheckpointReader: rename isn't a function", type(rename).__name__
-            raise MetadataError(error_text(what, found=found, expected="a function from a stored key to a name"))
+            heading, found = "CheckpointReader: rename isn't a function", type(rename).__name__
+            raise MetadataError(error_text(heading, found=found, expected="a function from a stored key to a name"))
         self.checkpoint_dir = checkpoint_dir
         self.rename = rename
         self.plain = plain
@@ -139,8 +139,8 @@ class CheckpointReader(StorageReader):
         try:
             common = tree.common()
         except (UnsafeFile, UnsupportedValue) as error:
-            what = "dcp.load: tensors and objects alone can be loaded, since plain values can't be read"
-            warnings.warn(error_text(what, found=error), stacklevel=2)
+            heading = "dcp.load: tensors and objects alone can be loaded, since plain values can't be read"
+            warnings.warn(error_text(heading, found=error), stacklevel=2)
             common = {}
         values, paths = flattened(common)
         values, paths = ({self.rename(name): item for name, item in items.items()} for items in (values, paths))

@@ -128,11 +128,11 @@ class CheckpointWriter(StorageWriter):
             return one_process()
         size = torch.distributed.get_world_size(self.process_group)
         if size != ranks:
-            what, fix = (
+            heading, fix = (
                 "dcp.save: the writer has another process group than the save",
                 "Pass the save's process_group= to the writer too.",
             )
-            raise WorldError(error_text(what, found=f"{size} ranks", expected=f"{ranks} ranks", fix=fix))
+            raise WorldError(error_text(heading, found=f"{size} ranks", expected=f"{ranks} ranks", fix=fix))
         # A separate gloo group is used, since asynchronous saves run in a thread beside other calls.
         return distributed(self.process_group, purpose="dcp")
 

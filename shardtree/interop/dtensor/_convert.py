@@ -85,14 +85,14 @@ def _shard(source: PlacedTensor, parts: Parts) -> ShardedTensor | ShardedTensorF
     local = local_tensor(source.tensor)
     if tuple(local.shape) != part.shape:
         where = f"{source.key!r} at {render_path(source.path)}"
-        what = f"from_dtensors: {where}: the local tensor doesn't match its placements"
+        heading = f"from_dtensors: {where}: the local tensor doesn't match its placements"
         found, expected = (
             f"a local tensor of shape {tuple(local.shape)}",
             f"shape {part.shape}, this rank's part of {whole}",
         )
         # from_local assumes that all ranks' local tensors have the same shape, and derives the global shape from it.
         fix = "Pass the global shape= and stride= to DTensor.from_local if ranks hold shards of different sizes."
-        raise ShapeError(error_text(what, found=found, expected=expected, fix=fix))
+        raise ShapeError(error_text(heading, found=found, expected=expected, fix=fix))
     return rank_leaf(source.key, local, local.dtype, part)
 
 
@@ -153,8 +153,8 @@ def _dtensor(path: TreePath, leaf: Any, like: Any) -> Any:
     where = f"to_dtensors: {render_path(path)}"
     if not isinstance(local, torch.Tensor) or is_dtensor(local):
         fix = "Load it first: pass what load returned."
-        what, expected = f"{where}: not a local tensor", "this rank's own tensor"
-        raise UnsupportedValue(error_text(what, found=type(local).__name__, expected=expected, fix=fix))
+        heading, expected = f"{where}: not a local tensor", "this rank's own tensor"
+        raise UnsupportedValue(error_text(heading, found=type(local).__name__, expected=expected, fix=fix))
     like_local = local_tensor(like)
     if local.shape != like_local.shape:
         fix = "Load into from_dtensors(like), whose shards are this rank's local parts."

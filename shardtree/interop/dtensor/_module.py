@@ -245,9 +245,9 @@ def _load_hooked(loading: _Loading) -> None:
     else:
         walk(module, dict(loading.entries), "", state)
     if state.errors:
-        what = "load_module: the module's own load_state_dict refuses what is stored"
+        heading = "load_module: the module's own load_state_dict refuses what is stored"
         fix = "Load into a module of the same sizes, with the same hooks."
-        raise ShapeError(error_text(what, offenders=state.errors, fix=fix))
+        raise ShapeError(error_text(heading, offenders=state.errors, fix=fix))
 
 
 def _report(loading: _Loading, found: IncompatibleKeys, shapes: Shapes, *, strict: bool) -> ModuleKeys:
@@ -271,10 +271,10 @@ def _report(loading: _Loading, found: IncompatibleKeys, shapes: Shapes, *, stric
     if strict:
         unknown = sorted(loading.keys[name] for name in found.unexpected_keys if name in extras)
         if unknown:
-            what = "load_module: the module's own load_state_dict doesn't take these stored values: none was loaded"
+            heading = "load_module: the module's own load_state_dict doesn't take these stored values: none was loaded"
             expected = "a load hook that undoes what the state_dict hook does"
             fix = "Register it (register_load_state_dict_pre_hook), or pass strict=False."
-            raise KeyMismatch(error_text(what, offenders=unknown, expected=expected, fix=fix))
+            raise KeyMismatch(error_text(heading, offenders=unknown, expected=expected, fix=fix))
         _refuse_missing(missing, loading, shapes)
     return ModuleKeys(tuple(sorted(missing)), _unused(loading, found.unexpected_keys, shapes), tuple(sorted(kept)))
 

@@ -111,10 +111,10 @@ def target_of(source: ModuleSource, names: Named, common: Mapping[str, Any], wor
     shards = from_dtensors(tensors, within=source.within, strided=source.strided, replicated=replicated)
     outside = [name for name, tensor in tensors.items() if name not in shards and not is_dtensor(tensor)]
     if outside:
-        what = "load_module: this rank has plain tensors, but isn't in the mesh passed as within="
+        heading = "load_module: this rank has plain tensors, but isn't in the mesh passed as within="
         found, expected = f"rank {source.within.get_rank()}", f"one of the mesh's ranks {source.within.mesh.tolist()}"
         fix = "Pass the mesh of the ranks that hold this module, such as its pipeline stage's."
-        raise MetadataError(error_text(what, offenders=outside, found=found, expected=expected, fix=fix))
+        raise MetadataError(error_text(heading, offenders=outside, found=found, expected=expected, fix=fix))
     target = {
         # Each rank holds a plain tensor whole.
         name: ShardedTensor.from_rank_offsets(name, leaf, replica_id=world.rank)
@@ -177,11 +177,11 @@ def deliver(names: Named, values: Mapping[str, Any], *, cast: bool) -> None:
     tensors = {name: local_tensor(tensor) for name, tensor in apart.items() if name in values}
     differing = [name for name, local in tensors.items() if not torch.equal(values[name], local)]
     if differing:
-        what, fix = (
+        heading, fix = (
             "load_module: tied names, which share one tensor in the module, are stored with different values",
             "Untie these names in the module.",
         )
-        raise IntegrityError(error_text(what, offenders=differing, fix=fix))
+        raise IntegrityError(error_text(heading, offenders=differing, fix=fix))
 
 
 def _check_fits(name: str, value: torch.Tensor, shape: torch.Size, dtype: torch.dtype, *, cast: bool) -> None:

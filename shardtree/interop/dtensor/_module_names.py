@@ -179,10 +179,10 @@ def _refuse_unlike(key: str, tensors: Tensors) -> None:
         local, cut = local_tensor(tensor), (getattr(tensor, name, None) for name in ("device_mesh", "placements"))
         kinds.append((tensor.shape, local.shape, local.stride(), local.dtype, *cut))
     if kinds[0] != kinds[1]:
-        what = f"load_module: key= returns {key!r} for tensors that differ in shape, dtype or placements"
+        heading = f"load_module: key= returns {key!r} for tensors that differ in shape, dtype or placements"
         found = " and ".join(f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in tensors.values())
         expected, fix = "equal shapes, dtypes and placements", "Return a different stored key for each."
-        raise KeyMismatch(error_text(what, offenders=[*tensors], found=found, expected=expected, fix=fix))
+        raise KeyMismatch(error_text(heading, offenders=[*tensors], found=found, expected=expected, fix=fix))
 
 
 # What isn't filled

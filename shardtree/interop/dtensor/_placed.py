@@ -48,11 +48,11 @@ def mesh_of(device_mesh: Any) -> Mesh:
     try:
         ranks = device_mesh.mesh
     except RuntimeError as error:
-        what, fix = "mesh_of: this process isn't in the sub-mesh", "Pass the whole mesh, or a slice that it is in."
-        raise MetadataError(error_text(what, found=error, fix=fix)) from error
+        heading, fix = "mesh_of: this process isn't in the sub-mesh", "Pass the whole mesh, or a slice that it is in."
+        raise MetadataError(error_text(heading, found=error, fix=fix)) from error
     except AttributeError as error:
-        what, expected = "mesh_of: not a DeviceMesh", "what init_device_mesh returns, or a slice of it"
-        raise MetadataError(error_text(what, found=type(device_mesh).__name__, expected=expected)) from error
+        heading, expected = "mesh_of: not a DeviceMesh", "what init_device_mesh returns, or a slice of it"
+        raise MetadataError(error_text(heading, found=type(device_mesh).__name__, expected=expected)) from error
     names = axis_names(device_mesh)
     return Mesh(**dict(zip(names, ranks.shape, strict=True))).on_ranks(ranks.flatten().tolist())
 
@@ -126,12 +126,12 @@ def widened(own: Mesh, outer: Mesh) -> Mesh:
 
 
 def _not_a_slice(own: Mesh, outer: Mesh) -> MetadataError:
-    what, fix = (
+    heading, fix = (
         "a DTensor's mesh isn't a slice of the expected mesh",
         "Pass the parent mesh, from which its mesh was sliced, as within=...",
     )
     expected = f"a slice of {outer}"
-    return MetadataError(error_text(what, found=own, expected=expected, fix=fix))
+    return MetadataError(error_text(heading, found=own, expected=expected, fix=fix))
 
 
 # DTensor's placements as partition specs: for each tensor axis the mesh axes that cut it, left to right.
@@ -159,8 +159,10 @@ def spec_of(dtensor: Any) -> PartitionSpec:
         torch.distributed.tensor.placement_types, torch 2.13.
     """
     if not hasattr(dtensor, "placements"):
-        what, found = "spec_of: not a DTensor", type(dtensor).__name__
-        raise UnsupportedValue(error_text(what, found=found, fix="Pass a DTensor: other tensors have no placements."))
+        heading, found = "spec_of: not a DTensor", type(dtensor).__name__
+        raise UnsupportedValue(
+            error_text(heading, found=found, fix="Pass a DTensor: other tensors have no placements.")
+        )
     cuts: list[list[AxisSplit]] = [[] for _ in range(dtensor.ndim)]
     for axis, placement in zip(axis_names(dtensor.device_mesh), dtensor.placements, strict=True):
         dim = _cut_dim(placement)
@@ -170,11 +172,11 @@ def spec_of(dtensor: Any) -> PartitionSpec:
     order = getattr(getattr(dtensor, "_spec", None), "shard_order", None) or ()
     odd = [f"axis {tensor_dim}: {mesh_dims}" for tensor_dim, mesh_dims in order if list(mesh_dims) != sorted(mesh_dims)]
     if odd:
-        what, fix = (
+        heading, fix = (
             "a DTensor's axis is cut by mesh axes in another order than left to right",
             "Call .redistribute() with the DTensor's own placements.",
         )
-        raise UnsupportedValue(error_text(what, offenders=odd, expected="mesh axes in ascending order", fix=fix))
+        raise UnsupportedValue(error_text(heading, offenders=odd, expected="mesh axes in ascending order", fix=fix))
     return PartitionSpec(*map(_entry, cuts))
 
 
@@ -182,14 +184,14 @@ def _cut_dim(placement: Any) -> int | None:
     """Return the tensor axis that a placement cuts; None if it replicates."""
     if placement.is_partial():
         fix = "Call .redistribute() with Replicate() or Shard() in its place, which reduces it."
-        what = f"a DTensor is Partial, {placement}: its values have to be reduced over ranks first"
-        raise UnsupportedValue(error_text(what, fix=fix))
+        heading = f"a DTensor is Partial, {placement}: its values have to be reduced over ranks first"
+        raise UnsupportedValue(error_text(heading, fix=fix))
     if placement.is_replicate():
         return None
     if type(placement).__name__ not in ("Shard", "_StridedShard"):
         fix = "Call .redistribute() with one of these."
-        what, expected = "a DTensor's placement is of an unknown kind", "Shard, _StridedShard or Replicate"
-        raise UnsupportedValue(error_text(what, found=placement, expected=expected, fix=fix))
+        heading, expected = "a DTensor's placement is of an unknown kind", "Shard, _StridedShard or Replicate"
+        raise UnsupportedValue(error_text(heading, found=placement, expected=expected, fix=fix))
     return int(placement.dim)
 
 
@@ -254,17 +256,17 @@ class ReadOptions:
 
     def __post_init__(self) -> None:
         if self.strided not in (None, "dtensor", "fsdp2"):
-            what, expected = "from_dtensors: unknown value of strided", "'dtensor', 'fsdp2' or None"
-            raise MetadataError(error_text(what, found=repr(self.strided), expected=expected))
+            heading, expected = "from_dtensors: unknown value of strided", "'dtensor', 'fsdp2' or None"
+            raise MetadataError(error_text(heading, found=repr(self.strided), expected=expected))
         for name, value in (("key", self.key), ("replicated", self.replicated)):
             if value is not None and not callable(value):
-                what = f"from_dtensors: {name} isn't a function"
-                raise MetadataError(error_text(what, found=type(value).__name__, expected="a function"))
+                heading = f"from_dtensors: {name} isn't a function"
+                raise MetadataError(error_text(heading, found=type(value).__name__, expected="a function"))
         if self.replicated is not None and (self.within is None or isinstance(self.within, Mesh)):
             # A Mesh doesn't know which of its ranks this one is.
-            what = "from_dtensors: replicated= without a DeviceMesh as within="
+            heading = "from_dtensors: replicated= without a DeviceMesh as within="
             fix = "Pass within=mesh, the DeviceMesh whose ranks all hold these plain tensors."
-            raise MetadataError(error_text(what, fix=fix))
+            raise MetadataError(error_text(heading, fix=fix))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -363,12 +365,12 @@ def _resolve_strided(
         return other
     pairs = zip(parts(global_shape, mesh, spec), parts(global_shape, mesh, other), strict=True)
     if any(left.shape != right.shape or (left.spans != right.spans and 0 not in left.shape) for left, right in pairs):
-        what = f"a DTensor of shape {global_shape} on {mesh}, cut by {spec}, is ambiguous"
+        heading = f"a DTensor of shape {global_shape} on {mesh}, cut by {spec}, is ambiguous"
         fix = (
             "Pass strided='fsdp2' if fully_shard has cut a parallelised module, strided='dtensor' if distribute_tensor "
             "has cut the tensor: their shards differ if a size is not a multiple of the number of ranks."
         )
-        raise ShapeError(error_text(what, fix=fix))
+        raise ShapeError(error_text(heading, fix=fix))
     return other  # both give the same shards; this spec describes them by fewer boxes
 
 

@@ -66,18 +66,18 @@ def known_layout(doing: str, layout: object, shards: Sequence[ShardedTensor], ra
     beyond = sorted(set(layout.rank[(layout.rank < 0) | (layout.rank >= ranks)].tolist()))
     if beyond:
         expected, fix = f"ranks 0 to {ranks - 1}", "Leave out the shards of other ranks, or correct the rank numbers."
-        what = f"{doing}: the layout has shards of ranks that don't exist"
-        raise IntegrityError(error_text(what, found=rank_text(beyond), expected=expected, fix=fix))
+        heading = f"{doing}: the layout has shards of ranks that don't exist"
+        raise IntegrityError(error_text(heading, found=rank_text(beyond), expected=expected, fix=fix))
     columns = _with_used_keys(layouts.join_columns([layout]))
     columns = layouts.select_rows(columns, _place_order(columns))
-    own = layouts.shard_columns(shards, rank)
-    order = _place_order(own)
+    tree_columns = layouts.shard_columns(shards, rank)
+    order = _place_order(tree_columns)
     layout_rows = _rows(layouts.select_rows(columns, np.flatnonzero(columns.rank == rank)))
-    tree_rows = _rows(layouts.select_rows(own, order))
+    tree_rows = _rows(layouts.select_rows(tree_columns, order))
     if layout_rows != tree_rows:
         fix = "Compute the layout for this tree and number of ranks, with the numbers that the ranks have here."
-        what = f"{doing}: the layout differs from the tree on rank {rank}"
-        raise IntegrityError(error_text(what, offenders=_differences(layout_rows, tree_rows), fix=fix))
+        heading = f"{doing}: the layout differs from the tree on rank {rank}"
+        raise IntegrityError(error_text(heading, offenders=_differences(layout_rows, tree_rows), fix=fix))
     return KnownLayout(columns, order, _digest(columns))
 
 

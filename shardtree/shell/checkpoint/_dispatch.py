@@ -166,8 +166,8 @@ def check_options(doing: str, options: object, kind: type) -> None:
     for name in ("progress", "report"):
         call = getattr(options, name)
         if not (callable(call) or (call is None and name == "report")):
-            what, fix = f"{doing}: invalid options.{name}", f"Pass a function as {name}, or leave {name} out."
-            raise MetadataError(error_text(what, found=repr(call), expected="a function", fix=fix))
+            heading, fix = f"{doing}: invalid options.{name}", f"Pass a function as {name}, or leave {name} out."
+            raise MetadataError(error_text(heading, found=repr(call), expected="a function", fix=fix))
 
 
 def given_options(doing: str, options: Options | None, kind: type[Options]) -> Options:

@@ -110,8 +110,8 @@ def find(directory: Directory, options: LoadOptions) -> Storage:
     """
     check_options("open", options, LoadOptions)
     if options.verify not in ("whole", "all", None):
-        what, expected = "open: invalid options.verify", "'whole', 'all' or None"
-        raise StrategyError(error_text(what, found=repr(options.verify)[:200], expected=expected))
+        heading, expected = "open: invalid options.verify", "'whole', 'all' or None"
+        raise StrategyError(error_text(heading, found=repr(options.verify)[:200], expected=expected))
     return storage_at(directory)
 
 
@@ -280,8 +280,8 @@ def remove_sharded_tensors(
 
 def _remove(directory: Directory, key_prefix: str, world: World, strategies: Strategies | None) -> None:
     if not isinstance(key_prefix, str):
-        what = "remove: invalid key_prefix"
-        raise KeyMismatch(error_text(what, found=type(key_prefix).__name__, expected="a string"))
+        heading = "remove: invalid key_prefix"
+        raise KeyMismatch(error_text(heading, found=type(key_prefix).__name__, expected="a string"))
     checkpoint = open_at(directory, world, LoadOptions(), strategies)
     strategy_of(StrategyAction.REMOVE_SHARDED, None, sharded_backend(checkpoint.fields), strategies)(
         checkpoint, key_prefix

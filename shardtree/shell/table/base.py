@@ -115,18 +115,18 @@ def _checked_rows(table: StoredRows) -> StoredRows:
     """
     fix = "Pass default_strategies | {(action, backend, version): function}."
     if not isinstance(table, Mapping):
-        what = "strategies: invalid dispatch table"
-        raise StrategyError(error_text(what, found=type(table).__name__, expected="a mapping", fix=fix))
+        heading = "strategies: invalid dispatch table"
+        raise StrategyError(error_text(heading, found=type(table).__name__, expected="a mapping", fix=fix))
     wrong = [
         row
         for row, strategy in table.items()
         if not (_is_row(row) and (callable(strategy) or (isinstance(strategy, str) and ":" in strategy)))
     ]
     if wrong:
-        what = "strategies: the dispatch table has invalid entries"
+        heading = "strategies: the dispatch table has invalid entries"
         lines = [f"{row!r}: {type(table[row]).__name__}" for row in wrong]
         expected = "(StrategyAction, backend name, version) and a function"
-        raise StrategyError(error_text(what, offenders=lines, expected=expected, fix=fix))
+        raise StrategyError(error_text(heading, offenders=lines, expected=expected, fix=fix))
     return table
 
 

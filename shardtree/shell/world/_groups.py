@@ -86,7 +86,7 @@ def _make(group: torch.distributed.ProcessGroup, timeout: float, purpose: str | 
     name = f"shardtree/{purpose or ''}/{'_'.join(map(str, ranks))}"
     _use_counts[name] += 1
     store = dist.PrefixStore(f"{name}/{_use_counts[name]}", _get_default_store())
-    what = f"the {len(ranks)} ranks of a process group couldn't make a gloo group beside it"
+    heading = f"the {len(ranks)} ranks of a process group couldn't make a gloo group beside it"
     try:
         # torch 2.15's gloo aborts the process if the store keeps nothing, as that of the backend "fake".
         store.set(f"seen by {group.rank()}", "yes")
@@ -96,7 +96,7 @@ def _make(group: torch.distributed.ProcessGroup, timeout: float, purpose: str | 
     except RuntimeError as error:
         found = f"{type(error).__name__}: {error}"
         fix = "Start the processes with torchrun, or pass world=one_process() for a process by itself."
-        raise WorldError(error_text(what, found=found, fix=fix)) from error
+        raise WorldError(error_text(heading, found=found, fix=fix)) from error
     _stores[gloo] = store
     return gloo
 

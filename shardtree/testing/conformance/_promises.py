@@ -83,10 +83,10 @@ def refuse_unknown(subject: Subject, checks: Mapping[Enum, ActionCheck]) -> None
     known: set[Enum] = {*OF_ACTIONS, *checks}
     unknown = [action for action in subject.actions() if action not in known]
     if unknown:
-        what = f"check_strategy: {(subject.backend, subject.version)!r} has rows for actions without a promise"
+        heading = f"check_strategy: {(subject.backend, subject.version)!r} has rows for actions without a promise"
         fix = (
             "Pass promises={action: check}. check(function, save) gets the row's function, and a save that takes trees "
             "(one for each rank) and returns the Checkpoint; it raises AssertionError if the function is wrong. The "
             "action's signature, as a Protocol, goes to protocols={action: protocol}."
         )
-        raise StrategyError(error_text(what, offenders=list(map(str, unknown)), fix=fix))
+        raise StrategyError(error_text(heading, offenders=list(map(str, unknown)), fix=fix))

@@ -148,9 +148,9 @@ def check_strategy(
     checks = promises or {}
     subject = Subject(backend, version, strategies, directory, save, examples, protocols or {})
     if not subject.actions():
-        what = f"check_strategy: the dispatch table has no rows for {(backend, version)!r}"
+        heading = f"check_strategy: the dispatch table has no rows for {(backend, version)!r}"
         fix = "Pass a table that contains the backend's rows as strategies=, or register them."
-        raise StrategyError(error_text(what, fix=fix))
+        raise StrategyError(error_text(heading, fix=fix))
     refuse_unknown(subject, checks)
     names, refusals, left_out, failures = [], list[RefusedCase](), dict[str, str](), list[_BrokenPromise]()
     for promise in _select(only, [*PROMISES, *added_promises(checks), *_layout_cases.RANDOM]):

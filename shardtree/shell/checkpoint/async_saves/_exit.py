@@ -132,8 +132,8 @@ def _written_count(calls: Sequence[QueuedSave], *, blocking: bool, no_dist: bool
     if len(set(indices)) > 1:
         offenders = [f"rank {rank}: async save {index}" for rank, index in enumerate(indices)]
         fix = "Schedule and finalize the same saves on every rank, in the same order."
-        what = f"{calls[0]}: rank {world.rank} would finalize this save, other ranks would finalize another"
-        raise WorldError(error_text(what, offenders=offenders, fix=fix))
+        heading = f"{calls[0]}: rank {world.rank} would finalize this save, other ranks would finalize another"
+        raise WorldError(error_text(heading, offenders=offenders, fix=fix))
     return min(count for _, count in progress)
 
 

@@ -268,8 +268,8 @@ def _commit(queue_of: weakref.ref[AsyncCallsQueue]) -> None:
 
 def _check_request(request: object) -> None:
     if not isinstance(request, AsyncRequest):
-        what, fix = "async save: invalid request", "Pass the result of `save(..., async_sharded_save=True)`."
-        raise CheckpointingException(error_text(what, found=type(request).__name__, fix=fix))
+        heading, fix = "async save: invalid request", "Pass the result of `save(..., async_sharded_save=True)`."
+        raise CheckpointingException(error_text(heading, found=type(request).__name__, fix=fix))
     for call in calls_in_progress():
         if call.request.async_fn is request.async_fn:
             fix = "Schedule each request only once, after its finalizers are added."

@@ -97,13 +97,13 @@ def refuse_other_keys(paths: Sequence[TreePath], common: Any, checkpoint_keys: C
     """
     pairs = [(path, text) for path in paths if (text := _hint(path, common, checkpoint_keys))]
     if pairs:
-        what = "load: plain tensors of the target are stored under other keys than those of their paths"
+        heading = "load: plain tensors of the target are stored under other keys than those of their paths"
         fix = (
             "Replace each by `ShardedTensor.from_rank_offsets(key, tensor)` with the stored key, or nest the target\n"
             "  so that its paths, joined by dots, are the keys. Wrap a rank's own values in `LocalNonpersistentObject`."
         )
         offenders = [f"{render_path(path)}: {path_key(path)!r} isn't stored, {text}" for path, text in pairs]
-        raise KeyMismatch(error_text(what, offenders=offenders, fix=fix))
+        raise KeyMismatch(error_text(heading, offenders=offenders, fix=fix))
 
 
 def _hint(path: TreePath, common: Any, keys: Collection[str]) -> str:

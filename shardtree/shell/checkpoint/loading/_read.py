@@ -207,9 +207,9 @@ def read_shards(reading: Reading, shards: Sequence[ShardedTensor]) -> ReadReport
         report = load_sharded(reading.checkpoint, shards)
     if not isinstance(report, ReadReport):
         # A function that returns tensors, as in other libraries, hasn't filled the shards' memory.
-        what = "load: invalid result of a function that loads shards"
+        heading = "load: invalid result of a function that loads shards"
         fix = "Fill the data of each shard in place, and return a ReadReport."
-        raise StrategyError(error_text(what, found=type(report).__name__, expected="a ReadReport", fix=fix))
+        raise StrategyError(error_text(heading, found=type(report).__name__, expected="a ReadReport", fix=fix))
     return report
 
 

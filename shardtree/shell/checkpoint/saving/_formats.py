@@ -71,9 +71,9 @@ class FormatSteps:
             others = _checked(request.index([result[number] for result in results]), "an index")
             # Equal values are allowed: both may write to the save's folder, and return its name.
             if both := sorted(repr(name) for name in fields.keys() & others.keys() if fields[name] != others[name]):
-                what = "save: the formats of the shards and of the objects return the same fields of metadata.json"
+                heading = "save: the formats of the shards and of the objects return the same fields of metadata.json"
                 fix = "Register a LOAD_OBJECTS function for the shards' format, or rename these fields in one format."
-                raise StrategyError(error_text(what, offenders=both, fix=fix))
+                raise StrategyError(error_text(heading, offenders=both, fix=fix))
             fields |= others
         return fields
 
@@ -113,9 +113,9 @@ def _requests(pending: PendingSave, writes: Writes, formats: Formats) -> tuple[A
     holder = objects_backend(sharded, common, strategies)
     if holder is None and objects:
         names = [repr(item.unique_key) for item in objects]
-        what = f"save: backend {sharded[0]!r} stores only tensors, and backend {common[0]!r} can't store objects"
+        heading = f"save: backend {sharded[0]!r} stores only tensors, and backend {common[0]!r} can't store objects"
         fix = f"Leave the objects out of the tree, or pass common_strategy={DEFAULT_BACKEND!r}."
-        raise UnsupportedValue(error_text(what, offenders=names, fix=fix))
+        raise UnsupportedValue(error_text(heading, offenders=names, fix=fix))
     save_sharded = strategy_of(StrategyAction.SAVE_SHARDED, formats.choices[0], sharded, strategies)
     requests = [save_sharded(pending, [*tensors, *(objects if holder == sharded else ())])]
     if holder not in (None, sharded):
@@ -160,9 +160,9 @@ def check_can_fingerprint(backend: str, *, whole: bool) -> None:
     """
     # Only our own format has an optional column, which older readers ignore.
     if backend != DEFAULT_BACKEND[0]:
-        what = f"save: {backend!r} can't store fingerprints"
+        heading = f"save: {backend!r} can't store fingerprints"
         fix = "Leave out SaveOptions(fingerprint=True), and keep the result of st.fingerprint(tree) elsewhere."
-        raise StrategyError(error_text(what, fix=fix))
+        raise StrategyError(error_text(heading, fix=fix))
     if not whole:
-        what = "save: SaveOptions(fingerprint=True) can't be combined with validate_access_integrity=False"
-        raise IntegrityError(error_text(what, fix="Pass only one of them: a tensor with gaps has no fingerprint."))
+        heading = "save: SaveOptions(fingerprint=True) can't be combined with validate_access_integrity=False"
+        raise IntegrityError(error_text(heading, fix="Pass only one of them: a tensor with gaps has no fingerprint."))

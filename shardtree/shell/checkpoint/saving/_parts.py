@@ -111,9 +111,9 @@ def _common_copy(common: Any) -> Any:
         return deepcopy(common, memo)
     except Exception as error:
         offenders = [f"{render_path(path)}: {type(leaf).__name__}" for path, leaf in leaves if not _is_copyable(leaf)]
-        what = "save: values can't be copied, so an asynchronous save can't keep their present state"
+        heading = "save: values can't be copied, so an asynchronous save can't keep their present state"
         raise UnsupportedValue(
-            error_text(what, offenders=offenders, fix="Leave them out, or save synchronously.")
+            error_text(heading, offenders=offenders, fix="Leave them out, or save synchronously.")
         ) from error
 
 
@@ -211,8 +211,8 @@ def check_union(save: Save) -> None:
     """
     common = save.options.common
     if common not in ("same", "union"):
-        what = "save: unknown value of SaveOptions.common"
-        raise MetadataError(error_text(what, found=repr(common), expected="'same' or 'union'"))
+        heading = "save: unknown value of SaveOptions.common"
+        raise MetadataError(error_text(heading, found=repr(common), expected="'same' or 'union'"))
     if common == "union" and (save.common_view is not None or not save.validate):
         fix = "Leave out preprocess_common_before_consistancy_check and validate_access_integrity=False."
         raise MetadataError(error_text("save: common='union' needs a comparison of the whole common states", fix=fix))
@@ -305,6 +305,6 @@ def _union(commons: Mapping[int, Any], first: Sequence[int], own_rank: int, tree
             "a dict with keys that identify them, as StateDictOptions(flatten_optimizer_state_dict=True) does for an "
             "optimizer's groups."
         )
-        what = "save: the ranks' common states can't be united, since they differ under the same keys"
-        raise IntegrityError(error_text(what, offenders=lines, fix=fix))
+        heading = "save: the ranks' common states can't be united, since they differ under the same keys"
+        raise IntegrityError(error_text(heading, offenders=lines, fix=fix))
     return union

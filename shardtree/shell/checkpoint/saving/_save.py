@@ -299,8 +299,8 @@ def share_out(save: Save) -> tuple[Writes, ShardColumns | None]:
     columns = check_together("save", save.descriptions, save.known, tiling=save.validate)
     if save.validate and world.size == 1:  # no other rank could write the main replicas
         return (tensors, objects), columns
-    own = np.flatnonzero(columns.rank == world.rank)
+    own_rows = np.flatnonzero(columns.rank == world.rank)
     # Every rank computes the same shares from the same columns, so that no further exchange is needed.
-    writes = level_writes(columns, world.size)[own]
+    writes = level_writes(columns, world.size)[own_rows]
     numbers = np.flatnonzero(writes) if save.known is None else np.sort(save.known.order[writes])
     return (tuple(parts.tensors[number] for number in numbers.tolist()), objects), columns

@@ -258,8 +258,8 @@ def _lost_to_another(pending: PendingSave) -> Iterator[None]:
         if pending.overwrite or can(pending.storage).replace_if is None:
             raise
         fix = "Save to another folder, or pass overwrite=True to replace the checkpoint once the new one is complete."
-        what = f"save: {pending.storage.where()!r} holds another save's checkpoint by now"
-        raise AlreadyACheckpoint(error_text(what, fix=fix)) from error
+        heading = f"save: {pending.storage.where()!r} holds another save's checkpoint by now"
+        raise AlreadyACheckpoint(error_text(heading, fix=fix)) from error
 
 
 def _abandon_all(requests: Sequence[AsyncRequest[Any]]) -> None:
@@ -290,9 +290,9 @@ class _UseCheck:
     def __del__(self) -> None:
         if self.is_used or self.process != os.getpid():  # a fork has a copy of the object, but no save
             return
-        what = f"an asynchronous save to {self.where!r} was never begun: its request was dropped"
+        heading = f"an asynchronous save to {self.where!r} was never begun: its request was dropped"
         fix = "Pass the request to an AsyncCallsQueue, or call its execute_sync() or abandon()."
-        warnings.warn(error_text(what, fix=fix), ResourceWarning, stacklevel=2, source=self)
+        warnings.warn(error_text(heading, fix=fix), ResourceWarning, stacklevel=2, source=self)
 
 
 def warns_unused(request: AsyncRequest[Any]) -> AsyncRequest[Any]:

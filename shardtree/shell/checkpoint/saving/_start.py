@@ -153,8 +153,8 @@ def inspect_folder(storage: Storage, formats: Formats, *, overwrite: bool, save_
     if not by_requests:
         before = metadata_bytes(storage)
     if before is not None and is_of_others(before):
-        what = f"save: {storage.where(METADATA_FILE)!r} belongs to another program"
-        raise StorageError(error_text(what, fix="Save to another folder: a checkpoint has a file of that name."))
+        heading = f"save: {storage.where(METADATA_FILE)!r} belongs to another program"
+        raise StorageError(error_text(heading, fix="Save to another folder: a checkpoint has a file of that name."))
     exists = before is not None or is_there()
     if exists and not overwrite:
         fix = "Save to another folder, or pass overwrite=True to replace the checkpoint once the new one is complete."
@@ -165,8 +165,8 @@ def inspect_folder(storage: Storage, formats: Formats, *, overwrite: bool, save_
         return save_id, None, stamp(storage, deciding_files(formats.strategies))
     names = () if formats.in_save_folder else manifests(formats.strategies)
     if (manifest := next((name for name in names if storage.length(name) is not None), None)) is not None:
-        what = f"save: {storage.where(manifest)!r} lists files that no longer exist, or aren't a checkpoint"
-        raise StorageError(error_text(what, fix="Remove this file or save elsewhere: loads check files against it."))
+        heading = f"save: {storage.where(manifest)!r} lists files that no longer exist, or aren't a checkpoint"
+        raise StorageError(error_text(heading, fix="Remove this file or save elsewhere: loads check files against it."))
     return save_id, before, None
 
 
@@ -210,8 +210,8 @@ def pending_here(save: Save) -> PendingSave:
     storage = storage_at(save.where)
     pending = pending_save(save.start, storage, save.world, save.options)
     if not is_folder(pending.storage, pending.save_id):
-        what = f"save: {storage.where()!r} is not shared: rank {save.world.rank} doesn't see rank 0's folder in it"
-        raise StorageError(error_text(what, fix="Save to a folder on storage that all ranks share."))
+        heading = f"save: {storage.where()!r} is not shared: rank {save.world.rank} doesn't see rank 0's folder in it"
+        raise StorageError(error_text(heading, fix="Save to a folder on storage that all ranks share."))
     return pending
 
 
