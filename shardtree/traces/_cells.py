@@ -368,7 +368,8 @@ class Cells(TorchDispatchMode):
             ended = f"{name} of a tensor left over from a trace, made of {names}: its recording has ended"
             self.refusals.refuse(name, ended, _FIX_ENDED)
         message = f"{name} needs elements of {names}, which has none while it is traced"
-        message = message if why is None else f"{name} can't be recorded for {names}: {why}"
+        if why is not None:
+            message = f"{name} can't be recorded{f' for {names}' if tensors else ''}: {why}"
         self.refusals.refuse(name, message, instead or _FIX)
 
     def refuse_meta(self, name: str) -> NoReturn:

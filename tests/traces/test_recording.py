@@ -311,6 +311,12 @@ class Wrapped(torch.Tensor):
         return func(*unwrapped, **(kwargs or {}))
 
 
+def test_joining_with_a_wrapped_tensor_is_refused() -> None:
+    text = r"an operation with a Wrapped can't be recorded: traces record plain tensors, no subclasses"
+    with pytest.raises(TraceError, match=text):
+        st.trace(lambda given: {"w": torch.cat([Wrapped(torch.zeros(4, 3)), given["w"]])}, GIVEN)
+
+
 def test_copying_into_a_wrapped_tensor_is_refused() -> None:
     wrapped = Wrapped(torch.zeros(4, 3))
 
