@@ -199,7 +199,7 @@ FAULTS: dict[Fault, str] = {
     keeps_what_is_removed: "after remove of 'a.b'",
     has_no_clock: r"changed\('a'\) is None, not 'a time'",
     writes_through_one_buffer: "Threads write files at the same time: other bytes",
-    says_so_before_it_is_written: "length, content and listing of the file agree: ",
+    says_so_before_it_is_written: "length, content and listing agree: ",
     replaces_in_two_steps: "in one step: another reader gets",
     leaves_temporary_files: r"in one step: the folder has \('m', 'm.new'\)",
     raises_what_it_gets: "KeyError",
