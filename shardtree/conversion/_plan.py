@@ -102,7 +102,7 @@ def _has_elements(shard: Shard) -> bool:
 
 
 def _used_boxes(tensors: Sequence[ShardedTensor], reads: Iterable[Fetch]) -> _Boxes:
-    """Return the used boxes of each source tensor, as (offset, shape, upper bound of the used elements)."""
+    """Return the used boxes of each source tensor, as (offset, shape, largest number of its elements used)."""
     boxes: _Boxes = defaultdict(set)
     for fetch in reads:
         _add(boxes, fetch, prod(fetch.shape))

@@ -272,7 +272,7 @@ def _checked_data(key: str, data: Any, shape: tuple[int, ...]) -> Any:
     actual = tuple(data.shape) if hasattr(data, "shape") else type(data).__name__
     if data is not None and actual != shape:
         heading = f"factory of {key!r}: the data has another shape than its shard"
-        fix = "Store an optimizer state without this factory if its shape differs from its parameter's."
+        fix = "If this is an optimizer state whose shape differs from its parameter's, store it without this factory."
         raise ShapeError(error_text(heading, found=actual, expected=shape, fix=fix))
     return data.detach() if isinstance(data, torch.Tensor) else data  # views of a parameter would require gradients
 

@@ -186,7 +186,7 @@ def expert_stack(*, experts: int, axis: int = 0) -> Lens:
 def expert_keys(part: str, *, experts: int, axis: int = 0) -> Lens:
     """Return the lens that splits concatenated experts into a stored tensor for each expert, with a key of its own.
 
-    Stored boxes are always views. Experts that already have a first axis get keys by `unstacked_layers` instead.
+    Stored boxes are always views. If the tensor's first axis already counts the experts, use `unstacked_layers` instead.
 
     Args:
         part: Part of the key that the expert's number follows: ``"experts"`` in ``mlp.experts.fc1.weight``.

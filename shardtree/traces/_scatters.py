@@ -124,7 +124,11 @@ def _in_place(write: Callable[..., None]) -> Rule:
 
 
 def _copying(write: Callable[..., None]) -> Rule:
-    """Return the rule of an operation such as `index_fill`, which writes to a copy, from a function that records it."""
+    """Return the rule of an operation that returns a changed copy, such as `index_fill`.
+
+    Args:
+        write: Function that records the same change in place, on the copy.
+    """
 
     def copying(record: Cells, func: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         check_numbers(record, func, args[0])

@@ -225,7 +225,7 @@ class Computed:
 
     @property
     def tensors(self) -> tuple[Operand, ...]:
-        """The operands that moves fill, without constants and numbers."""
+        """The operands without constants and numbers: the tensors that `Move` records fill."""
         return tuple(each for each in self.operands if isinstance(each, Operand))
 
     def __call__(self, parts: Iterable[torch.Tensor]) -> torch.Tensor:

@@ -137,7 +137,7 @@ class ArchiveFile:
 
     @property
     def saved(self) -> ValueAt:
-        """The saved value, for access by type."""
+        """The saved value, wrapped so that each access checks its type and names the file in errors."""
         return ValueAt(self.value, self.where)
 
 

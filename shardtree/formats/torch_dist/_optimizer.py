@@ -71,7 +71,7 @@ class States:
     """The memoised result of `optimizer_index` for an open checkpoint.
 
     Attributes:
-        index: Index with buckets as states of the model's parameters; None until it is made.
+        index: Index that lists the optimizer's buckets as states of single parameters; None until it is made.
     """
 
     __slots__ = ("index",)

@@ -359,7 +359,7 @@ _MOST_MISSING = 1000
 def needed_files(storage: Storage, group: Group) -> dict[str, int]:
     """Return the files that the group's tensors and objects need: minimum length by name, 0 if it is not known.
 
-    A missing chunk's file is needed only if its array has no fill value, like Megatron-Core's arrays.
+    A missing chunk's file is needed only if its array has no fill value, which is so in arrays that Megatron-Core wrote.
     """
     needed: dict[str, int] = {}
     names = group.index.file_names()

@@ -249,7 +249,7 @@ def join_filled(common: Any, tree: Any, plain: Sequence[tuple[TreePath, Any]], d
     tree = join(common, tree)
     lacking = [render_path(path) for path in unfilled(tree, plain)]
     if lacking:
-        heading = f"{doing}: the target's plain tensors aren't plain values of the source"
+        heading = f"{doing}: the source has no plain values at paths of the target's plain tensors"
         fix = "Make each a shard, as `shard_at` does, or wrap a rank's own tensor in a LocalNonpersistentObject."
         raise TreeError(error_text(heading, offenders=lacking, fix=fix))
     return tree

@@ -301,7 +301,7 @@ def _run_and_broadcast(world: World, phase: str, fn: Callable[[], T], steps: Seq
 
 
 def _failures(world: World, rank: int, failure: _Failure | None) -> list[_Failure | None]:
-    """Return a list of all ranks' failures, in which only `rank` may have one."""
+    """Return a list with an entry for each rank: `failure` for `rank`, None for all others."""
     return [failure if other == rank else None for other in range(world.size)]
 
 

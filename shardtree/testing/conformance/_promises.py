@@ -85,8 +85,9 @@ def refuse_unknown(subject: Subject, checks: Mapping[Enum, ActionCheck]) -> None
     if unknown:
         heading = f"check_strategy: {(subject.backend, subject.version)!r} has rows for actions without a promise"
         fix = (
-            "Pass promises={action: check}. check(function, save) gets the row's function, and a save that takes trees "
-            "(one for each rank) and returns the Checkpoint; it raises AssertionError if the function is wrong. The "
-            "action's signature, as a Protocol, goes to protocols={action: protocol}."
+            "Pass promises={action: check}. check(function, save) is called with the backend's function for the action "
+            "and with a function that saves a list of trees, one for each rank, and returns the Checkpoint; it must "
+            "raise AssertionError if the backend's function is wrong. Pass the action's signature, as a Protocol, in "
+            "protocols={action: protocol}."
         )
         raise StrategyError(error_text(heading, offenders=list(map(str, unknown)), fix=fix))

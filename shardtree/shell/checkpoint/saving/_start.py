@@ -165,8 +165,8 @@ def inspect_folder(storage: Storage, formats: Formats, *, overwrite: bool, save_
         return save_id, None, stamp(storage, deciding_files(formats.strategies))
     names = () if formats.in_save_folder else manifests(formats.strategies)
     if (manifest := next((name for name in names if storage.length(name) is not None), None)) is not None:
-        heading = f"save: {storage.where(manifest)!r} lists files that no longer exist, or aren't a checkpoint"
-        raise StorageError(error_text(heading, fix="Remove this file or save elsewhere: loads check files against it."))
+        heading = f"save: {storage.where(manifest)!r} is left without the checkpoint whose files it lists"
+        raise StorageError(error_text(heading, fix="Remove it or save elsewhere. Loads would check new files by it."))
     return save_id, before, None
 
 
