@@ -49,8 +49,8 @@ REQUIRED = os.environ.get("SHARDTREE_PEERS") == "required"
 _ABSENT: dict[str, str] = {}
 """Missing packages by the modules of tests that can't be imported without them: others import from these."""
 _CATEGORY = "without a peer"
-_REASON = "isn't installed: "
-_REFUSED = "{} isn't installed, and SHARDTREE_PEERS=required"
+_REASON = "is not installed: "
+_REFUSED = "{} is not installed, and SHARDTREE_PEERS=required"
 
 
 def missing_peer(text: str) -> str | None:
@@ -150,6 +150,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if skipped:
         packages = ", ".join(f"{package} ({count})" for package, count in skipped.most_common())
         terminalreporter.write_line(
-            f"{skipped.total()} tests or modules were skipped, since their peers aren't installed: {packages}. "
+            f"{skipped.total()} tests or modules were skipped, since their peers are not installed: {packages}. "
             "They come with: pip install -c constraints.txt -e '.[dev]'"
         )

@@ -65,7 +65,7 @@ class _Names:
         reporter.ensure_newline()
         reporter.write_line(
             f"{count:,} quick tests, which take {USUAL}. Left out: slow laws, saves that are killed, whatever else "
-            "takes over a second, doctests, and peers that aren't installed. CONTRIBUTING.md shows how to run one "
+            "takes over a second, doctests, and peers that are not installed. CONTRIBUTING.md shows how to run one "
             "folder's tests; .ci/run runs all."
         )
 

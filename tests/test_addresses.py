@@ -14,7 +14,7 @@ LINES = [line.split() for line in (Path(__file__).parent / "golden" / "addresses
 
 GONE = {
     "shardtree.codec.Entry": "is HeaderEntry: a storage has entries too",
-    "shardtree.plans.resharding.BYTES_IN_FLIGHT": "is a limit among others, which aren't public",
+    "shardtree.plans.resharding.BYTES_IN_FLIGHT": "is a limit among others, which are not public",
     "shardtree.checkpoint.loading.load_plain_tensors": "is shardtree.checkpoint.load_plain_tensors alone",
     "shardtree.strategies.archives.ACTIONS": "the rows of formats are one table of names, `default_strategies`",
     "shardtree.strategies.archives.rows_of_archives": "likewise",
@@ -59,7 +59,7 @@ NOT_UNPICKLED = {
     "shardtree.checkpoint.loading._load.load_plain_tensors": "moved before rooms did; nothing stores it",
     "shardtree.testing.conformance._value_cases.check_rows": "moved to conformance._row_cases; nothing stores it",
     "shardtree.strategies.index._columns.stored_columns": "stands beside the loads now, which formats of others do",
-    "shardtree.strategies.index._save.write_file": "has a module of its own, which our own format needn't load",
+    "shardtree.strategies.index._save.write_file": "has a module of its own, which our own format need not load",
     "shardtree.traces._recording.trace": "moved to traces._tracing before this list was kept; nothing stores `trace`",
 }
 """Addresses in pickles that can't be imported any more, each with the reason."""

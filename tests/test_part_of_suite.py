@@ -57,7 +57,7 @@ def folder(tmp_path: Path) -> Path:
 def test_a_missing_peer_is_one_line(folder: Path) -> None:
     told = run(folder, "--doctest-modules")
     assert "1 passed, 5 without a peer" in told, told
-    assert "5 tests or modules were skipped, since their peers aren't installed: the-peer (5)." in told
+    assert "5 tests or modules were skipped, since their peers are not installed: the-peer (5)." in told
     assert "SKIPPED" not in told
 
 
@@ -66,7 +66,7 @@ def test_where_peers_are_required_it_is_an_error(folder: Path) -> None:
     told = run(folder, "--continue-on-collection-errors", SHARDTREE_PEERS="required")
     assert "1 passed" in told and "2 failed" in told and "without a peer" not in told, told
     assert "ERROR test_whole.py" in told and "ERROR test_skipping.py" in told
-    assert "the-peer isn't installed, and SHARDTREE_PEERS=required" in told
+    assert "the-peer is not installed, and SHARDTREE_PEERS=required" in told
 
 
 OTHERS = {

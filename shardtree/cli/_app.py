@@ -20,7 +20,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="shardtree COMMAND --help has each command's options, an example and its exit statuses: 0, 1 if the"
-    " answer is no, 2 if something can't be done, 130 after Ctrl-C.\n\nPatterns of keys: * is one part between dots,"
+    " answer is no, 2 if something cannot be done, 130 after Ctrl-C.\n\nPatterns of keys: * is one part between dots,"
     " ** any number of parts, and any other character is itself.",
 )
 app.add_typer(series, name="series")
@@ -89,7 +89,7 @@ def demo(
 
 @_command(
     epilog="Example: shardtree inspect step-100 --sort bytes --limit 20\n\n"
-    "Exit status: 0; 1 if files are missing, or the common state can't be read; 2 if there is no checkpoint to read."
+    "Exit status: 0; 1 if files are missing, or the common state cannot be read; 2 if there is no checkpoint to read."
 )
 def inspect(
     checkpoint: Annotated[
@@ -122,7 +122,7 @@ def inspect(
 
 @_command(
     epilog="Example: shardtree picture step-100 decoder.layers.0.mlp.linear_fc1.weight -o fc1.svg\n\n"
-    "Exit status: 0; 2 if there is no such checkpoint or tensor, or the file can't be written."
+    "Exit status: 0; 2 if there is no such checkpoint or tensor, or the file cannot be written."
 )
 def picture(
     checkpoint: Annotated[str, typer.Argument(metavar="CKPT", help="A checkpoint's folder, file or URL.")],
@@ -193,7 +193,7 @@ def diff(
 
 @_command(
     epilog="Example: shardtree report step-100 -o report.html; shardtree report step-100 step-200 -o changes.html\n\n"
-    "Exit status: 0; 1 if there is damage or a difference; 2 trouble, for example if values can't be compared."
+    "Exit status: 0; 1 if there is damage or a difference; 2 trouble, for example if values cannot be compared."
 )
 def report(
     checkpoint: Annotated[str, typer.Argument(metavar="CKPT", help="A checkpoint's folder, file or URL.")],
@@ -202,7 +202,7 @@ def report(
     ] = None,
     out: Annotated[str, typer.Option("--out", "-o", metavar="FILE.html", help="The file to write.")] = "report.html",
     no_verify: Annotated[
-        bool, typer.Option("--no-verify", help="Don't look for damage or compare values: no tensor is read.")
+        bool, typer.Option("--no-verify", help="Do not look for damage or compare values: no tensor is read.")
     ] = False,
     allow_pickle: _AllowPickle = False,
 ) -> int:
@@ -296,7 +296,7 @@ def convert(
         str | None, typer.Option(metavar="SIZE", help="Upper bound of a file's size, for the format huggingface.")
     ] = None,
     no_verify: Annotated[
-        bool, typer.Option("--no-verify", help="Don't read back and compare the written checkpoint.")
+        bool, typer.Option("--no-verify", help="Do not read back and compare the written checkpoint.")
     ] = False,
     as_json: Json = False,
     allow_pickle: _AllowPickle = False,

@@ -128,7 +128,7 @@ def unprintable(error: OSError) -> int:
         os.dup2(nowhere, sys.stdout.fileno())
     if isinstance(error, BrokenPipeError):
         return _BROKEN_PIPE
-    typer.echo(f"shardtree: stdout can't be written: {error.strerror}", err=True)
+    typer.echo(f"shardtree: stdout cannot be written: {error.strerror}", err=True)
     return TROUBLE
 
 

@@ -214,7 +214,7 @@ def check_patterns(command: str, patterns: Sequence[str], *checkpoints: StoredCo
     names = _names_in(checkpoints)
     misses = _misses(patterns, names)
     if misses:
-        fix = "Leave out --key to see all keys; quote patterns, so that the shell doesn't expand them."
+        fix = "Leave out --key to see all keys; quote patterns, so that the shell does not expand them."
         untaken = {key: why for contents in checkpoints for key, why in contents.untaken.items()}
         lines = [reasoned(untaken, key) for key in filter(key_matcher(misses), untaken)]
         lines += near_patterns(_misses(misses, untaken), names)

@@ -56,7 +56,7 @@ def format_named(text: str) -> str | tuple[str, int]:
         return name
     if (name, int(version)) not in formats:
         versions = ", ".join(f"{backend}:{number}" for backend, number in formats if backend == name)
-        raise typer.BadParameter(f"{text!r} can't be written, but {versions} can")
+        raise typer.BadParameter(f"{text!r} cannot be written, but {versions} can")
     return name, int(version)
 
 
@@ -135,7 +135,7 @@ def function_named(text: str) -> Callable[[Any], Any]:
         raise typer.BadParameter(f"{_place(error, file)}: {type(error).__name__}: {error}") from error
     functions = {key for key, value in names.items() if callable(value) and not key.startswith("__")}
     if name not in functions:
-        what = "isn't a function" if name in names else "isn't there"
+        what = "is not a function" if name in names else "is not there"
         raise typer.BadParameter(f"{file}: {name!r} {what}. {did_you_mean(name, functions)}")
     from ..traces import Trace  # Most commands don't need this import.
 

@@ -117,7 +117,7 @@ def _examine(where: str, *, is_checked: bool, allow_pickle: bool) -> Side:
         verification = find_damage(where)
     except StrategyError as error:
         fix = "The report has its contents; with --no-verify nothing is checked, and the status is 0."
-        note = f"{where} wasn't checked for damage, since its format can't be.\n  {_in_the_shell(error)}\n  {fix}"
+        note = f"{where} was not checked for damage, since its format cannot be.\n  {_in_the_shell(error)}\n  {fix}"
         return Side(where, tree, findings, problem or note, None)
     # The damage then includes the reason that the checkpoint can't be opened.
     return Side(where, tree, findings, "" if verification.damage else problem, verification)
@@ -125,18 +125,18 @@ def _examine(where: str, *, is_checked: bool, allow_pickle: bool) -> Side:
 
 def _compare(left: Side, right: Side, *, only_structure: bool) -> tuple[ComparedPair | None, str]:
     if left.tree is None or right.tree is None:
-        return None, "The checkpoints can't be compared, since one of them can't be opened."
+        return None, "The checkpoints cannot be compared, since one of them cannot be opened."
     try:
         return difference_of([(left.where, left.tree), (right.where, right.tree)], only_structure=only_structure), ""
     except CheckpointingException as error:
-        return None, f"The checkpoints can't be compared.\n  {_in_the_shell(error)}"
+        return None, f"The checkpoints cannot be compared.\n  {_in_the_shell(error)}"
 
 
 def _verdicts(sides: Sequence[Side], outcome: ComparedPair | None) -> Iterator[tuple[bool | None, str]]:
     """Yield pairs (is_good, sentence) about the check of each checkpoint and the comparison; None means unknown."""
     for side in sides:
         if side.verification is None:
-            yield None, f"{side.where} wasn't checked for damage"
+            yield None, f"{side.where} was not checked for damage"
         else:
             yield side.verification.sound, verdict(side.where, side.verification)
     if outcome is not None:
@@ -188,7 +188,7 @@ def _about(side: Side, name: str) -> Iterator[str]:
         yield from _lines(side.problem)
     yield from _damage(side, name)
     if side.tree is None or side.findings is None:
-        yield element_html("p", f"{name}The contents aren't shown, since the checkpoint can't be opened.", "dim")
+        yield element_html("p", f"{name}The contents are not shown, since the checkpoint cannot be opened.", "dim")
         return
     everything = side.findings.everything
     yield element_html("h2", f"{name}sizes")

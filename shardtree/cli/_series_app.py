@@ -11,7 +11,7 @@ from ._command import Command, CommandGroup, Json
 
 series = typer.Typer(
     cls=CommandGroup,
-    help="List the steps of a run, name the newest, pin steps, and remove those that a policy doesn't keep.",
+    help="List the steps of a run, name the newest, pin steps, and remove those that a policy does not keep.",
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )

@@ -213,7 +213,7 @@ def _entry(part: str, text: str) -> int | slice:
     match = _ENTRY.fullmatch(part)
     if match is None:
         expected = "numbers and ranges, as in KEY[3, 0:4, :]"
-        raise ShapeError(error_text(f"inspect: {text!r} isn't an index", found=repr(part), expected=expected))
+        raise ShapeError(error_text(f"inspect: {text!r} is not an index", found=repr(part), expected=expected))
     if match["start"] is None:
         return int(part)
     start, stop = (int(bound) if bound not in ("", "-") else None for bound in (match["start"], match["stop"]))
@@ -242,7 +242,7 @@ def show_pieces(console: Console, tree: OpenCheckpoint, key: str, limit: int | N
     """
     whole, index = _tensor(tree, key), stored_index(tree, [key])
     if index is None:
-        raise StrategyError(error_text(f"inspect: the format doesn't say where the pieces of {key!r} lie"))
+        raise StrategyError(error_text(f"inspect: the format does not say where the pieces of {key!r} lie"))
     (number,) = index.find_keys([key])
     files = index.file_names()
     rows = (index.chunk_key == number).nonzero()[0].tolist()

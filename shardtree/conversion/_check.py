@@ -216,7 +216,7 @@ def _box(reader: BoxReader, shard: ShardedTensor, readback: Passage) -> LazyTens
 def _refuse(problems: Iterable[str]) -> None:
     lines = list(problems)
     if lines:
-        fix = "Remove the destination. Its storage, or the format's save function, doesn't keep the written bytes."
+        fix = "Remove the destination. Its storage, or the format's save function, does not keep the written bytes."
         heading = "convert: the destination differs from what was to be written"
         raise IntegrityError(error_text(heading, offenders=lines, fix=fix))
 

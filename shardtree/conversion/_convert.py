@@ -373,7 +373,7 @@ def _conflict(target: ConversionTarget) -> AlreadyACheckpoint:
 
 def _check_seen(journal: Journal, save_id: str, rank: int) -> None:
     if rank and begun_save(journal) != save_id:
-        heading = f"convert: {journal.storage.where()!r} is not shared: rank {rank} doesn't see what rank 0 made in it"
+        heading = f"convert: {journal.storage.where()!r} is not shared: rank {rank} does not see what rank 0 made in it"
         raise StorageError(error_text(heading, fix="Convert to a folder on storage that all ranks share."))
 
 

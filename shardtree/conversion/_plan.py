@@ -73,7 +73,7 @@ def _refuse_untaken(untaken: Mapping[str, str], leave_out: Sequence[str]) -> Non
     named = key_matcher([pattern for pattern in leave_out if pattern != COMMON])
     lost = [reasoned(untaken, name) for name in sorted(untaken) if not named(name)]
     if lost:
-        heading = "convert: the source has values that can't be converted"
+        heading = "convert: the source has values that cannot be converted"
         fix = "Name them by patterns with leave_out=[...], or pass prune=True."
         raise KeyMismatch(error_text(heading, offenders=lost, fix=fix))
 
@@ -94,7 +94,7 @@ def check_output(tensors: Sequence[ShardedTensor], objects: Sequence[ShardedObje
     problems += [f"{shard.key!r} is a flat range" for shard in tensors if shard.flattened_range is not None]
     if problems:
         fix = "Give each tensor a key of its own, and all of its elements once."
-        raise IntegrityError(error_text("convert: the output isn't a whole checkpoint", offenders=problems, fix=fix))
+        raise IntegrityError(error_text("convert: the output is not a whole checkpoint", offenders=problems, fix=fix))
 
 
 def _has_elements(shard: Shard) -> bool:
@@ -387,7 +387,7 @@ def _refuse_plain_values(rest: Any) -> None:
         f"{render_path(path)}: {type(leaf).__name__}" for path, leaf in leaves_with_paths(rest) if leaf is not HOLE
     ]
     if plain:
-        fix = "Return only shards; values that aren't sharded are the common state, which transform_common= changes."
+        fix = "Return only shards; values that are not sharded are the common state, which transform_common= changes."
         raise TreeError(
-            error_text("convert: the transform returned values that aren't shards", offenders=plain, fix=fix)
+            error_text("convert: the transform returned values that are not shards", offenders=plain, fix=fix)
         )

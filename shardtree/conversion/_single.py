@@ -125,7 +125,7 @@ def in_one_file(strategies: Strategies | None) -> Strategies:
     row = (StrategyAction.SAVE_SHARDED, "huggingface", 1)
     if table_of(strategies)[row] is not default_strategies[row]:
         heading = (
-            "convert: the output is a single file, which a custom save function or a limit of file sizes can't write"
+            "convert: the output is a single file, which a custom save function or a limit of file sizes cannot write"
         )
         fix = "Convert to a folder, or leave out the custom function or limit (--max-file-size, save_sharded_up_to)."
         raise StrategyError(error_text(heading, fix=fix))

@@ -62,7 +62,7 @@ def check_listed(checkpoint: Checkpoint, name: str) -> None:
     if file_sha256(checkpoint.storage, name) != expected:
         fix = "The medium or a later program damaged it; load another checkpoint."
         where = checkpoint.storage.where(name)
-        heading = f"load: {where!r} isn't what was saved: its SHA-256 differs from that in {MANIFEST_FILE}"
+        heading = f"load: {where!r} is not what was saved: its SHA-256 differs from that in {MANIFEST_FILE}"
         raise CorruptCheckpoint(error_text(heading, fix=fix))
     checked_names.add(name)
 
@@ -109,7 +109,7 @@ def _unlisted_files(storage: Storage, manifest: Mapping[str, Any]) -> Iterator[U
     for name in storage.names():
         length = storage.length(name)
         if name not in manifest and name != MANIFEST_FILE and length:
-            yield Unchecked(name, f"{MANIFEST_FILE} doesn't list it", length)
+            yield Unchecked(name, f"{MANIFEST_FILE} does not list it", length)
 
 
 def file_sha256(storage: Storage, name: str) -> str:

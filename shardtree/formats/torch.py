@@ -84,7 +84,7 @@ def with_holes(tree: Any, paths: Sequence[TreePath], what: str) -> Any:
         except (LookupError, TypeError) as error:
             cause = f"no empty dict at {render_path(path)}"[:200]
             raise CorruptCheckpoint(
-                error_text(f"{what}: its record of shards doesn't match the values", found=cause, fix=_FIX)
+                error_text(f"{what}: its record of shards does not match the values", found=cause, fix=_FIX)
             ) from error
     return tree
 
@@ -208,7 +208,7 @@ def _read(checkpoint: Checkpoint, name: str) -> tuple[Buffer, str]:
     where = checkpoint.storage.where(name)
     if (length := checkpoint.storage.length(name)) is None:
         refuse_replaced(checkpoint)
-        fix = "The save wasn't finished, or the file was removed; load another checkpoint."
+        fix = "The save was not finished, or the file was removed; load another checkpoint."
         raise CorruptCheckpoint(error_text(f"open: the common state {where!r} is missing", fix=fix))
     if checkpoint.options.verify is not None:
         check_listed(checkpoint, name)

@@ -16,7 +16,7 @@ _SAFER = (
     "save_pretrained(..., safe_serialization=True) writes weights as safetensors. If you trust the file, read it with"
     " torch.load, and store the result with `save`."
 )
-_PICKLED = ("pickled weights or states, which can run code when they are loaded and aren't read", _SAFER)
+_PICKLED = ("pickled weights or states, which can run code when they are loaded and are not read", _SAFER)
 
 _ORBAX = (
     r"_CHECKPOINT_METADATA|_METADATA|manifest\.ocdbt",
@@ -47,7 +47,7 @@ _CLUES = (
     ),
     (
         r".*\.distcp",
-        "data files of torch.distributed.checkpoint or Megatron-Core; their save wasn't finished, or a file is missing",
+        "data files of torch.distributed.checkpoint or Megatron-Core; the save is unfinished, or a file is missing",
         "Load another checkpoint. A whole one has .metadata, and also metadata.json if Megatron-Core saved it.",
     ),
     (
@@ -121,7 +121,7 @@ def clue(names: Iterable[str]) -> Clue | None:
 
     Examples:
         >>> clue(["config.json", "pytorch_model.bin"])[0]
-        "pickled weights or states, which can run code when they are loaded and aren't read"
+        'pickled weights or states, which can run code when they are loaded and are not read'
         >>> clue(["notes.txt"]) is None
         True
     """

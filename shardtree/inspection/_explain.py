@@ -77,7 +77,7 @@ def explain(
         >>> folder = tempfile.mkdtemp()
         >>> st.save({"w": st.ShardedTensor.from_rank_offsets("weight", torch.arange(4.0))}, folder)
         >>> print(explain({"w": st.ShardedTensor.from_rank_offsets("wieght", torch.zeros(4))}, folder))
-        The target doesn't fit the checkpoint.
+        The target does not fit the checkpoint.
         1 problem:
           'wieght': not stored (did you mean 'weight'?)
         1 key:

@@ -208,7 +208,7 @@ _OVER_READ = "More is read than asked for: gaps between pieces, and whole blocks
 
 _VERDICTS = {
     True: "The target fits the checkpoint.",
-    False: "The target doesn't fit the checkpoint.",
+    False: "The target does not fit the checkpoint.",
     None: "The target fits the checkpoint, as far as can be told without reading values.",
 }
 

@@ -266,7 +266,7 @@ def layout_in(checkpoint: Checkpoint, strategies: Strategies | None, keys: Seque
     if metadata is None:
         backend = ":".join(map(str, sharded_backend(checkpoint.fields)))
         raise StrategyError(
-            error_text("stored layout: the checkpoint's format doesn't record which file has which box", found=backend)
+            error_text("stored layout: the checkpoint's format does not record which file has which box", found=backend)
         )
     index, sorted_keys = metadata.shown, sorted(keys)
     numbers = index.find_keys(sorted_keys)

@@ -32,7 +32,7 @@ def find_undecided(
         yield Undecided("sharded_strategy", "a function of the caller's own loads the shards")
     elif not is_known:
         for key in sorted({shard.key for shard in target.tensors}):
-            yield Undecided(key, "the format doesn't say whether it is stored whole")
+            yield Undecided(key, "the format does not say whether it is stored whole")
     for shard in target.tensors:
         kind = kinds.get(shard.key) if request.cast else None
         if kind is not None and may_overflow(kind.dtype, shard.dtype) and _elements_to_load(shard, kind.global_shape):

@@ -97,7 +97,7 @@ def verify(
     elif unchecked:
         for why, ones in by_reason(unchecked).items():
             amount = f"{sum(finding.nbytes for finding in ones)} bytes in {plural(len(ones), 'file')}"
-            logger.warning("verify: %s, such as %r, couldn't be checked: %s", amount, ones[0].file, why)
+            logger.warning("verify: %s, such as %r, could not be checked: %s", amount, ones[0].file, why)
     return damage
 
 
@@ -147,7 +147,7 @@ def _passed_over(
     list_files = find_strategy(StrategyAction.LIST_FILES, *backend, strategies=strategies)
     names = {*list_files(checkpoint)} if list_files and not is_damaged(findings) else set()
     lengths = {name: checkpoint.storage.length(name) for name in names - {one.file for one in findings}}
-    why = f"the format {backend[0]} {backend[1]} doesn't check this file"
+    why = f"the format {backend[0]} {backend[1]} does not check this file"
     return tuple(Unchecked(name, why, length) for name, length in sorted(lengths.items()) if length)
 
 
@@ -194,7 +194,7 @@ def _unverified_common(checkpoint: Checkpoint, strategies: Strategies | None) ->
     backend = common_backend(checkpoint.fields)
     list_files, storage = find_strategy(StrategyAction.LIST_FILES, *backend, strategies=strategies), checkpoint.storage
     lengths = {name: storage.length(name) for name in (list_files(checkpoint) if list_files else storage.names())}
-    why = f"the format {backend[0]} {backend[1]} can't check a common state"
+    why = f"the format {backend[0]} {backend[1]} cannot check a common state"
     return tuple(Unchecked(name, why, length) for name, length in lengths.items() if length)
 
 

@@ -92,4 +92,4 @@ def _log_untaken(reasons: Mapping[str, str]) -> None:
     """Log the stored tensors that can't be loaded, each with its reason, if there are any."""
     if reasons:
         lines = [error_text(f"{name!r}: {why}") for name, why in sorted(reasons.items())]
-        logger.warning("\n  ".join(["load: stored tensors are left out, as they can't be read", *lines]))
+        logger.warning("\n  ".join(["load: stored tensors are left out, as they cannot be read", *lines]))

@@ -167,7 +167,7 @@ def _parts(checkpoint: OpenCheckpoint, leave_out: Sequence[str]) -> _Parts:
     homeless += [f"'optimizer.state.*.{name}': there is no parameter {name!r}" for name in states.keys() - set(weights)]
     if homeless:
         heading = (
-            f"save_universal: keys of {checkpoint.checkpoint.storage.where()!r} that a universal checkpoint can't hold"
+            f"save_universal: keys of {checkpoint.checkpoint.storage.where()!r} that a universal checkpoint cannot hold"
         )
         raise KeyMismatch(error_text(heading, offenders=sorted(homeless), fix="List these keys in leave_out=."))
     return _Parts(weights, states)
@@ -177,7 +177,7 @@ def _check_names(names: Sequence[str]) -> None:
     unfit = ("", ".", "..", "optimizer_state.pt")
     wrong = [repr(name) for name in names if "/" in name or "\\" in name or name in unfit]
     if wrong:
-        heading = "save_universal: the tag or names of parameters can't be names of folders"
+        heading = "save_universal: the tag or names of parameters cannot be names of folders"
         fix = "Pass another tag=, or convert the checkpoint to other names of parameters first."
         raise UnsupportedValue(error_text(heading, offenders=wrong, fix=fix))
 
@@ -203,7 +203,7 @@ def _fields(
     counts = Counter(name for group in names for name in group)
     wrong = [repr(name) for name in {*counts, *parts.states} if counts[name] != (name in parts.states)]
     if wrong:
-        what = "save_universal: parameter_groups doesn't name each trained parameter once"
+        what = "save_universal: parameter_groups does not name each trained parameter once"
         fix = "Name in parameter_groups each parameter that has optimizer states, once, and no other."
         raise KeyMismatch(error_text(what, offenders=sorted(wrong), fix=fix))
     model = {**_MODEL_FIELDS, **{key: value for key, value in common.items() if key != "optimizer"}}

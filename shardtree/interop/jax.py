@@ -159,7 +159,7 @@ def _tensor(key: str, part: jax.Array) -> torch.Tensor:
         return torch.from_dlpack(part)
     except Exception as error:  # any class: JAX and torch refuse dtypes with different errors
         fix = "First convert it to a wider dtype that torch has: small floats to float32, 4-bit integers to int8."
-        heading = f"from_jax: torch can't import {key!r}"
+        heading = f"from_jax: torch cannot import {key!r}"
         raise UnsupportedValue(error_text(heading, found=f"{part.dtype}: {error}", fix=fix)) from error
 
 

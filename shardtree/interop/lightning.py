@@ -98,7 +98,7 @@ class ShardtreeIO(TorchCheckpointIO):  # type: ignore[misc]
             loaded: dict[str, Any] = super().load_checkpoint(path, weights_only=only, **located)
             return loaded
         if not isinstance(map_location, str | torch.device | None):
-            heading = "load_checkpoint: map_location of a shardtree checkpoint isn't a device"
+            heading = "load_checkpoint: map_location of a shardtree checkpoint is not a device"
             raise MetadataError(error_text(heading, found=type(map_location).__name__, expected="a device, or None"))
         options, target = _reading(self.load_options, weights_only), defaultdict[str, dict[str, Any]](dict)
         for key, shard in load_tensors_metadata(path, world=one_process(), options=options).items():

@@ -26,7 +26,7 @@ __all__ = ["from_megatron", "to_megatron"]
 
 def describe_failure(doing: str, kind: str, leaf: Any, path: TreePath, error: Exception, fix: str | None = None) -> str:
     """Return the error text for a leaf that can't be converted."""
-    heading = f"{doing}: {kind} {getattr(leaf, 'key', '')!r} at {render_path(path)} can't be converted"
+    heading = f"{doing}: {kind} {getattr(leaf, 'key', '')!r} at {render_path(path)} cannot be converted"
     return error_text(heading, offenders=[line.strip() for line in str(error).splitlines()], fix=fix)
 
 
@@ -99,7 +99,7 @@ class _BuildTheirs:
         theirs.key, theirs.data, theirs.replica_id = key, data, replica_id
         if flattened_range is not None and not hasattr(self.empty, "flattened_range"):
             fix = "Build from the whole tensor."
-            raise UnsupportedValue(error_text(f"build {key!r}: this Megatron-Core can't build flat ranges", fix=fix))
+            raise UnsupportedValue(error_text(f"build {key!r}: this Megatron-Core cannot build flat ranges", fix=fix))
         if hasattr(self.empty, "flattened_range"):
             theirs.flattened_range = flattened_range
         return self.convert(theirs.build())
@@ -269,7 +269,7 @@ def _mapping_module() -> Any:
     try:
         from megatron.core.dist_checkpointing import mapping
     except ImportError as error:
-        heading, fix = "to_megatron: Megatron-Core can't be imported", "pip install megatron-core, or pass mapping=..."
+        heading, fix = "to_megatron: Megatron-Core cannot be imported", "pip install megatron-core, or pass mapping=..."
         raise CheckpointingException(error_text(heading, found=error, fix=fix)) from error
     return mapping
 

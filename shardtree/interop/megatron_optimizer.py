@@ -134,7 +134,7 @@ def _rename_transform(names: Iterable[str], where: str, expert_parallel: bool | 
     if not any(map(_OTHER_STATE.fullmatch, names)):
         return {}
     if expert_parallel is not None:
-        heading = f"model_space: expert_parallel= is given, but {where!r} has optimizers that aren't distributed"
+        heading = f"model_space: expert_parallel= is given, but {where!r} has optimizers that are not distributed"
         fix = "Leave expert_parallel out."
         raise UnsupportedValue(error_text(heading, found=f"expert_parallel={expert_parallel}", fix=fix))
     return {"transform": partial(rename, names=_without_number)}
@@ -246,7 +246,7 @@ def optimizer_shards(optimizer: Any, model: Any) -> dict[str, list[ShardedTensor
             leaf = of_memory.get(_memory_of(parameter))
             if leaf is None:
                 heading = (
-                    f"optimizer_shards: a parameter of shape {tuple(parameter.shape)} isn't in the model's state dict"
+                    f"optimizer_shards: a parameter of shape {tuple(parameter.shape)} is not in the model's state dict"
                 )
                 raise KeyMismatch(error_text(heading, fix="Pass the state dicts of all chunks of the model together."))
             states = inner._get_main_param_and_optimizer_states(parameter)
@@ -322,6 +322,6 @@ def _boxes_in(leaf: Any) -> Iterator[tuple[ShardedTensor, int]]:
         if not torch.equal(places, torch.arange(first, first + places.numel(), device="cpu")):
             fix = "Save this optimizer with Megatron-Core, as fully_reshardable."
             raise UnsupportedValue(
-                error_text(f"optimizer_shards: {leaf.key!r} has boxes that aren't contiguous in the parameter", fix=fix)
+                error_text(f"optimizer_shards: {leaf.key!r} has boxes that do not lie contiguously in it", fix=fix)
             )
         yield replace(box, data=None, dtype=leaf.data.dtype), first

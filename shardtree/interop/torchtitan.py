@@ -220,7 +220,7 @@ class CheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         loaded = _loaded(state, folder)
         # The load doesn't look for plain values: a missing schedule would silently begin anew.
         if missing := sorted(key for key in states if key != MODEL and state.get(key) and not loaded.get(key)):
-            heading = "torchtitan's CheckpointManager: states that aren't stored"
+            heading = "torchtitan's CheckpointManager: states that are not stored"
             fix = "Name them in exclude_from_loading to go on with them as they are, or load the model alone."
             raise KeyMismatch(error_text(heading, offenders=missing, fix=fix))
         for key, value in states.items():

@@ -89,7 +89,7 @@ def _checked_tensors(shard: ShardedTensor, tensors: Any) -> list[Any]:
     subject, boxes = f"flat_of: {shard.key!r}", boxes_of(shard)
     if isinstance(tensors, torch.Tensor) or not isinstance(tensors, Iterable):
         found, expected = type(tensors).__name__, "a list of tensors, one for each of `boxes_of(shard)`"
-        raise ShapeError(error_text(f"{subject}: the argument isn't a list of tensors", found=found, expected=expected))
+        raise ShapeError(error_text(f"{subject}: argument is not a list of tensors", found=found, expected=expected))
     values = list(tensors)
     if len(values) != len(boxes):
         found, expected = plural(len(values), "tensor"), f"{len(boxes)}, one for each of `boxes_of(shard)`"
@@ -97,7 +97,7 @@ def _checked_tensors(shard: ShardedTensor, tensors: Any) -> list[Any]:
     pairs = enumerate(zip(values, boxes, strict=True))
     wrong = [f"tensor {number}: {text}" for number, (one, box) in pairs if (text := _misfit(one, box)) is not None]
     if wrong:
-        raise ShapeError(error_text(f"{subject}: tensors don't fit the boxes", offenders=wrong))
+        raise ShapeError(error_text(f"{subject}: tensors do not fit the boxes", offenders=wrong))
     if len({tensor.dtype for tensor in values}) > 1:
         of_each = [f"tensor {number}: {tensor.dtype}" for number, tensor in enumerate(values)]
         fix = "Convert them to one dtype."
@@ -130,7 +130,7 @@ def _box(shard: ShardedTensor, offset: tuple[int, ...], shape: tuple[int, ...], 
 def _check_shard(shard: Any, doing: str) -> None:
     if not isinstance(shard, ShardedTensor):
         fix = "Apply factories first: what they build are shards." if hasattr(shard, "build") else None
-        heading = f"{doing}: the argument isn't a shard"
+        heading = f"{doing}: the argument is not a shard"
         raise ShapeError(error_text(heading, found=type(shard).__name__, expected="a ShardedTensor", fix=fix))
 
 

@@ -119,7 +119,7 @@ def check_box(doing: str, shard: ShardedTensor) -> None:
         refuse(doing, "shard", type(shard).__name__, "a ShardedTensor", DESCRIBE, error=MetadataError)
     if shard.flattened_range is not None:
         found, fix = f"the flat range {shard.flattened_range}", "Use `as_factory`, which takes flat ranges apart."
-        raise ShapeError(error_text(f"{doing}: {shard.key!r} isn't a box", found=found, expected="a box", fix=fix))
+        raise ShapeError(error_text(f"{doing}: {shard.key!r} is not a box", found=found, expected="a box", fix=fix))
 
 
 def check_exact(doing: str, shard: ShardedTensor) -> None:

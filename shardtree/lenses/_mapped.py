@@ -82,7 +82,7 @@ def _runs_of(doing: str, shard: ShardedTensor, runs: Callable[[int], AxisRuns], 
         raise
     found = f"{axis_runs.total} indices" if isinstance(axis_runs, AxisRuns) else type(axis_runs).__name__
     if not isinstance(axis_runs, AxisRuns) or axis_runs.total != length:
-        heading, expected = f"{doing}: the runs don't cover the axis of {shard.key!r}", f"AxisRuns for {length} indices"
+        heading, expected = f"{doing}: runs do not cover the axis of {shard.key!r}", f"AxisRuns for {length} indices"
         raise ShapeError(error_text(heading, found=found, expected=f"{expected}; global shape {shard.global_shape}"))
     return axis_runs
 

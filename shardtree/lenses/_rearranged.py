@@ -113,7 +113,7 @@ def rearranged(pattern: str, **sizes: int) -> Lens:
         shape = shard.global_shape[front:]
         if len(left) != len(shape):
             found, expected = f"{len(shape)} axes, {shape}", f"{len(left)} axes"
-            raise ShapeError(error_text(f"{doing}: {shard.key!r} doesn't fit", found=found, expected=expected))
+            raise ShapeError(error_text(f"{doing}: {shard.key!r} does not fit", found=found, expected=expected))
         full = _all_sizes(pattern, shard, left, shape, sizes)
         return stored_by(_Rearrangement(left, right, tuple(full.items())), doing, shard, front, keep_views=True)
 
@@ -180,7 +180,7 @@ def _all_sizes(
             wrong.append(f"axis {axis} is {length}, not {'a multiple of ' if lacking else ''}{texts}")
         full |= dict.fromkeys(lacking, length // product)
     if wrong:
-        heading = f"rearranged {pattern!r}: {shard.key!r} doesn't fit"
+        heading = f"rearranged {pattern!r}: {shard.key!r} does not fit"
         raise ShapeError(error_text(heading, found=f"global shape {shard.global_shape}", offenders=wrong))
     return full
 

@@ -186,7 +186,7 @@ def expert_stack(*, experts: int, axis: int = 0) -> Lens:
 def expert_keys(part: str, *, experts: int, axis: int = 0) -> Lens:
     """Return the lens that splits concatenated experts into a stored tensor for each expert, with a key of its own.
 
-    Stored boxes are always views. If the tensor's first axis already counts the experts, use `unstacked_layers` instead.
+    Stored boxes are always views. If the tensor's first axis already counts experts, use `unstacked_layers` instead.
 
     Args:
         part: Part of the key that the expert's number follows: ``"experts"`` in ``mlp.experts.fc1.weight``.
@@ -217,7 +217,7 @@ def _split_experts(doing: str, shard: ShardedTensor, experts: int, axis: int) ->
     at = checked_axis(doing, shard, axis)
     if shard.global_shape[at + shard.prepend_axis_num] % experts:
         found, expected = f"global shape {shard.global_shape}", f"a multiple of {experts} experts along axis {at}"
-        raise ShapeError(error_text(f"{doing}: {shard.key!r} can't be divided", found=found, expected=expected))
+        raise ShapeError(error_text(f"{doing}: {shard.key!r} cannot be divided", found=found, expected=expected))
     return stored_by(_Experts(experts, at), doing, shard, shard.prepend_axis_num, keep_views=True)
 
 

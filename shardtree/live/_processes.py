@@ -226,7 +226,7 @@ def launched_world(timeout: float) -> Iterator[World]:
     try:
         dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
     except (RuntimeError, ValueError) as error:
-        heading = f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, and the processes can't connect"
+        heading = f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, and the processes cannot connect"
         fix = "Start them with torchrun, or unset WORLD_SIZE and RANK for a process by itself."
         raise WorldError(error_text(heading, found=f"{type(error).__name__}: {error}", fix=fix)) from error
     try:

@@ -112,7 +112,7 @@ def join_with_proof(world: World, route: Route, transport: HashingTransport, joi
         sums = gather(world, "redistribute: find what differs", partial(_own_sums, route, links))
         lines = [_link_line(route, link, sums[link[0]][0], sums[link[1]][1]) for link in links]
         heading = f"{DOING}: received data differs from sent data"
-        fix = "Don't use the targets: redistribute again. If this recurs, check the transport and these ranks' memory."
+        fix = "Do not use the targets: redistribute again. If this recurs, check the transport and these ranks' memory."
         raise IntegrityError(error_text(heading, offenders=lines, fix=fix))
     if not all(succeeded for _, _, succeeded in ranks):
         agree(world, "redistribute: join", partial(_raise, mine[2]))

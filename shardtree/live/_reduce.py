@@ -93,7 +93,7 @@ def _reduced(
     parts = gather(ranks, "reduce_elements: reduce", own, given=given)
     # A world without some ranks, or ranks whose shards each claim to be whole, would give a plausible wrong number.
     if problems := access_problems(join_columns([columns for _, columns in parts])):
-        heading = "reduce_elements: the ranks don't hold each element of the global tensors once"
+        heading = "reduce_elements: the ranks do not hold each element of the global tensors once"
         fix = "Pass the world of all ranks that hold the tree. For one rank's part alone, pass its plain tensors."
         raise IntegrityError(offences_text(heading, problems, fix))
     values = [value for own_values, _ in parts for value in own_values]

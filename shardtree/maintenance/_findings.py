@@ -50,9 +50,9 @@ def untaken_findings(untaken: Mapping[str, str]) -> list[Unchecked]:
 
     Examples:
         >>> untaken_findings({"text": "torch has no such dtype"})
-        [Unchecked(file='text', why="'text' isn't taken: torch has no such dtype", nbytes=0, spans=())]
+        [Unchecked(file='text', why="'text' is not taken: torch has no such dtype", nbytes=0, spans=())]
     """
-    return [Unchecked(name, f"{name!r} isn't taken: {why}", 0) for name, why in sorted(untaken.items())]
+    return [Unchecked(name, f"{name!r} is not taken: {why}", 0) for name, why in sorted(untaken.items())]
 
 
 def refused_findings(refused: Mapping[str, str]) -> list[Unchecked]:
@@ -62,7 +62,7 @@ def refused_findings(refused: Mapping[str, str]) -> list[Unchecked]:
         refused: Text of the load's error for each value, by the value's name.
 
     Examples:
-        >>> refused_findings({"rng/shard_0_1": "it names http.HTTPStatus, which isn't known to be harmless"})[0].nbytes
+        >>> refused_findings({"rng/shard_0_1": "it names http.HTTPStatus, which is not known to be harmless"})[0].nbytes
         0
     """
     if not refused:
@@ -86,4 +86,4 @@ def check_taken(untaken: Mapping[str, str], keys: Collection[str], doing: str = 
     wrong = [f"{key!r}: {untaken[key]}" for key in sorted(untaken.keys() & {*keys})]
     if wrong:
         fix = "Leave them out, or load them with the program that wrote them."
-        raise UnsupportedValue(error_text(f"{doing}: some tensors can't be read", offenders=wrong, fix=fix))
+        raise UnsupportedValue(error_text(f"{doing}: some tensors cannot be read", offenders=wrong, fix=fix))

@@ -49,7 +49,7 @@ class Mesh:
         sizes = tuple((name, integer("Mesh", name, size)) for name, size in axes.items())
         for name, size in sizes:
             if size < 1:
-                refuse("Mesh", name, size, "at least 1", "Leave out axes that aren't used.", error=MetadataError)
+                refuse("Mesh", name, size, "at least 1", "Leave out axes that are not used.", error=MetadataError)
         object.__setattr__(self, "axes", sizes)
         object.__setattr__(self, "ranks", tuple(range(prod(size for _, size in sizes))))
 
@@ -94,7 +94,7 @@ class Mesh:
         ranks = tuple(integer("Mesh", f"ranks[{place}]", rank) for place, rank in enumerate(ranks))
         if len(ranks) != self.size or len(set(ranks)) != self.size or min(ranks) < 0:
             expected, fix = f"{self.size} different ranks, none negative", "Pass each rank once, in row-major order."
-            raise MetadataError(error_text(f"{self!r}: ranks don't fit", found=ranks, expected=expected, fix=fix))
+            raise MetadataError(error_text(f"{self!r}: ranks do not fit", found=ranks, expected=expected, fix=fix))
         mesh = Mesh(**self.shape)
         object.__setattr__(mesh, "ranks", ranks)
         return mesh
@@ -136,7 +136,7 @@ def check_mesh(mesh: Any) -> None:
         >>> check_mesh(Mesh(tp=2))
     """
     if not isinstance(mesh, Mesh):
-        heading = "the argument isn't a mesh"
+        heading = "the argument is not a mesh"
         fix = "Pass a mesh such as Mesh(dp=2, tp=4) before the specs; `mesh_of` converts a DeviceMesh."
         raise MetadataError(error_text(heading, found=type(mesh).__name__, expected="a Mesh", fix=fix))
 

@@ -57,12 +57,12 @@ def keyed_tensors(
     """
     if key is not None and not callable(key):
         fix = "Pass a function that takes a leaf's path, a tuple, and returns the leaf's key."
-        raise MetadataError(error_text(f"{doing}: key isn't a function", found=type(key).__name__, fix=fix))
+        raise MetadataError(error_text(f"{doing}: key is not a function", found=type(key).__name__, fix=fix))
     problems = [f"{render_path(path)}: {reason}" for path, leaf in pairs if (reason := _why_not_dense(leaf))]
     if problems:
         dense = "Convert them to dense tensors first, with .to_dense() or .dequantize()."
         fix = SHAPE_FIX if any(without_shape(leaf) for _, leaf in pairs) else dense
-        raise TreeError(error_text(f"{doing}: tensors that aren't dense", offenders=problems, fix=fix))
+        raise TreeError(error_text(f"{doing}: tensors that are not dense", offenders=problems, fix=fix))
     tensors = [(path, leaf) for path, leaf in pairs if isinstance(leaf, (torch.Tensor, LazyTensor))]
     return {path: _whole_shard(call_at(path, key or path_key, path), leaf) for path, leaf in tensors}
 
@@ -120,7 +120,7 @@ def copies_by_path(
             fix = "Pass key= to choose the keys, or rename one of the paths."
             raise TreeError(error_text(f"{doing}: two paths have the key {shard.key!r}", offenders=offenders, fix=fix))
         if not _same_tensor(other, shard):
-            fix = "Give each tensor a key of its own. Only equal tensors may share a key; lazy tensors, which aren't"
+            fix = "Give each tensor a key of its own. Only equal tensors may share a key; lazy tensors, which are not"
             fix += " compared, may share it only if they are one object."
             heading = f"{doing}: different tensors have the key {shard.key!r}"
             raise IntegrityError(error_text(heading, offenders=offenders, fix=fix))
@@ -194,11 +194,11 @@ def _check_leaves(pairs: Sequence[tuple[TreePath, Any]]) -> None:
     factories = [render_path(path) for path, leaf in pairs if isinstance(leaf, ShardedTensorFactory)]
     if factories:
         fix = "Call `apply_factories` on the tree first: specs are for the tensors that are stored."
-        raise TreeError(error_text("shard: factories can't be sharded", offenders=factories, fix=fix))
+        raise TreeError(error_text("shard: factories cannot be sharded", offenders=factories, fix=fix))
     parts = [f"{render_path(path)}: {leaf.key!r}" for path, leaf in pairs if _is_partial(leaf)]
     if parts:
         fix = "Pass whole tensors; join shards with `unshard` first."
-        raise TreeError(error_text("shard: tensors or objects that aren't whole", offenders=parts, fix=fix))
+        raise TreeError(error_text("shard: tensors or objects that are not whole", offenders=parts, fix=fix))
     refuse_hidden("shard", pairs)
 
 

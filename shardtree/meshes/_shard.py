@@ -226,7 +226,7 @@ def from_local(
     spec_of = specs_by_path(specs, tree, tensors)
     if global_shapes is not None and not isinstance(global_shapes, Mapping):
         found, fix = type(global_shapes).__name__, "Pass {key: global shape}."
-        raise MetadataError(error_text("from_local: global_shapes isn't a dict", found=found, fix=fix))
+        raise MetadataError(error_text("from_local: global_shapes is not a dict", found=found, fix=fix))
     sizes = (global_shapes or {}).items()
     shapes = {name: integers(f"from_local: {name!r}", "global_shapes", shape) for name, shape in sizes}
     leaves = []
@@ -264,6 +264,6 @@ def _part(
     if part is None or part.shape != local:
         expected = "no tensor" if part is None else part.shape
         fix = "Correct the spec, or pass global_shapes={key: shape} if the ranks' parts differ in size."
-        heading = f"from_local: {name!r} at {render_path(path)} isn't rank {rank}'s part of {whole}, cut as {spec}"
+        heading = f"from_local: {name!r} at {render_path(path)} is not rank {rank}'s part of {whole}, cut as {spec}"
         raise ShapeError(error_text(heading, found=local, expected=expected, fix=fix))
     return part

@@ -242,7 +242,7 @@ def rank_data(whole: Any, part: RankShard) -> Any:
         found, fix = tuple(whole.shape), "Pass the whole tensor that the part was computed for."
         raise ShapeError(
             error_text(
-                "rank_data: the tensor doesn't have the part's global shape",
+                "rank_data: the tensor does not have the part's global shape",
                 found=found,
                 expected=part.global_shape,
                 fix=fix,
@@ -277,7 +277,7 @@ class BuildBoxes:
         if flattened_range is not None:
             found, fix = flattened_range, "Call `apply_factories` first, then flatten the shard of each box."
             raise ShapeError(
-                error_text(f"{key!r}: a part of several boxes can't have a flat range", found=found, fix=fix)
+                error_text(f"{key!r}: a part of several boxes cannot have a flat range", found=found, fix=fix)
             )
         self.check(key, data)
         return [self._shard(key, data, replica_id, box) for box in self.part.boxes]
@@ -285,7 +285,7 @@ class BuildBoxes:
     def check(self, key: str, data: Any) -> None:
         """Raise ShapeError if the data has another shape than the part."""
         if data is not None and tuple(data.shape) != self.part.shape:
-            heading, fix = f"{key!r}: the data isn't the rank's part of the tensor", "Pass the rank's own tensor."
+            heading, fix = f"{key!r}: the data is not the rank's part of the tensor", "Pass the rank's own tensor."
             raise ShapeError(error_text(heading, found=tuple(data.shape), expected=self.part.shape, fix=fix))
 
     def _shard(self, key: str, data: Any, replica_id: ReplicaId, box: RankBox) -> ShardedTensor:

@@ -160,7 +160,7 @@ def check_spec(key: str, kind: TensorKind, mesh: Mesh, spec: PartitionSpec) -> N
         refuse(repr(key), "its kind", type(kind).__name__, "a TensorKind", fix, error=MetadataError)
     if kind.prepend_axis_num:
         fix = "Pass the TensorKind of the whole tensor, with prepend_axis_num=0."
-        raise MetadataError(error_text(f"{key!r}: a tensor with prepended axes can't have a spec", found=kind, fix=fix))
+        raise MetadataError(error_text(f"{key!r}: the tensor of a spec has prepended axes", found=kind, fix=fix))
     check_fits(repr(key), kind.global_shape, mesh, spec)
 
 
@@ -179,16 +179,16 @@ def check_fits(subject: str, global_shape: tuple[int, ...], mesh: Mesh, spec: Pa
     unknown = [repr(axis) for axis in (*spec.axes, *dict(spec.at)) if axis not in mesh.shape]
     unknown += [f"{axis}={index}" for axis, index in spec.at if not 0 <= index < mesh.shape.get(axis, index + 1)]
     if unknown:
-        heading, fix = f"{subject}: {spec} names axes or indices that {mesh} doesn't have", "Use the mesh's own axes."
+        heading, fix = f"{subject}: {spec} names axes or indices that {mesh} does not have", "Use the mesh's own axes."
         raise MetadataError(error_text(heading, offenders=unknown, fix=fix))
 
 
 def checked_spec(subject: str, spec: Any) -> PartitionSpec:
     """Return a spec, or raise MetadataError if the value isn't one."""
     if not isinstance(spec, PartitionSpec):
-        found, fix = type(spec).__name__, "Pass PartitionSpec() for a tensor that isn't cut."
+        found, fix = type(spec).__name__, "Pass PartitionSpec() for a tensor that is not cut."
         raise MetadataError(
-            error_text(f"{subject}: the value isn't a spec", found=found, expected="a PartitionSpec", fix=fix)
+            error_text(f"{subject}: the value is not a spec", found=found, expected="a PartitionSpec", fix=fix)
         )
     return spec
 
@@ -230,7 +230,7 @@ class PatternSpecs:
         row = self.first(key)
         spec = self.default if row is None else row[2]
         if spec is None:
-            fix = "Add a pattern for it, or pass default=PartitionSpec() for tensors that aren't cut."
+            fix = "Add a pattern for it, or pass default=PartitionSpec() for tensors that are not cut."
             patterns = ", ".join(repr(pattern) for pattern, _, _ in self.rows)
             heading = f"specs_by_pattern: no pattern matches {key!r}"
             raise KeyMismatch(error_text(heading, found=patterns[:1000] or "no patterns", fix=fix))
@@ -271,7 +271,7 @@ def specs_by_pattern(
     """
     if not isinstance(patterns, Mapping):
         found, fix = type(patterns).__name__, "Pass a dict such as {'**.weight': PartitionSpec('tp')}."
-        raise MetadataError(error_text("specs_by_pattern: patterns isn't a dict of specs", found=found, fix=fix))
+        raise MetadataError(error_text("specs_by_pattern: patterns is not a dict of specs", found=found, fix=fix))
     if unused not in ("raise", "allow"):
         fix = "Pass 'allow' for specs shared by models."
         refuse("specs_by_pattern", "unused", repr(unused)[:200], "'raise' or 'allow'", fix, error=MetadataError)

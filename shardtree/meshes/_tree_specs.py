@@ -44,7 +44,7 @@ def specs_by_path(specs: Specs, tree: Any, tensors: Mapping[TreePath, ShardedTen
     beyond = [render_path(path, "specs") for path, place, _ in placed if place is None]
     if beyond:
         fix = "Remove these entries, or give them the paths of entries of the tree."
-        raise MetadataError(error_text("specs have entries that the tree doesn't have", offenders=beyond, fix=fix))
+        raise MetadataError(error_text("specs have entries that the tree does not have", offenders=beyond, fix=fix))
     return _nearest({place: spec for _, place, spec in placed if place is not None}, tensors)
 
 
@@ -56,6 +56,6 @@ def _nearest(
     lacking = [path for path, place in places.items() if place is None]
     if lacking:
         missing = [f"{tensors[path].key!r}: no spec at {render_path(path, 'specs')}" for path in lacking]
-        fix = "Put a PartitionSpec at its path or above it; PartitionSpec() for a tensor that isn't cut."
+        fix = "Put a PartitionSpec at its path or above it; PartitionSpec() for a tensor that is not cut."
         raise MetadataError(error_text("tensors without a spec", offenders=missing, fix=fix))
     return {path: specs[place] for path, place in places.items() if place is not None}

@@ -161,7 +161,7 @@ def _with_lists(doing: str, name: Any, leaves: Mapping[str, Any]) -> dict[str, A
             states[key] = leaf
         elif len(items) < number:
             wrong = [f"{state_key!r} of {render_path((name,), 'state')}: item {number}, without item {len(items)}"]
-            fix = "Pass the result of `load_sharded_metadata`: items that aren't tensors are stored as objects."
+            fix = "Pass the result of `load_sharded_metadata`: items that are not tensors are stored as objects."
             raise TreeError(error_text(f"{doing}: stored lists lack items", offenders=wrong, fix=fix))
         else:
             items.append(leaf)
@@ -223,7 +223,7 @@ def _check_kinds(
         if (problem := _problem(params[name], shard, leaf))
     ]
     if problems:
-        heading = f"{doing}: stored states that aren't shaped like their parameters"
+        heading = f"{doing}: stored states that are not shaped like their parameters"
         raise TreeError(error_text(heading, offenders=problems, fix=RULES_FIX))
 
 

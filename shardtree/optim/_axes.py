@@ -88,7 +88,7 @@ def one_box(rule: str, param: ShardedParam, state_key: str) -> ShardedTensor:
 
 def unfit(rule: str, param: ShardedBase, state_key: str, found: str, expected: str) -> TreeError:
     fix = "Write a rule of your own for it, or keep each shard's own state with `one_per_shard`."
-    heading = f"{rule}: the rule can't be applied to {state_key!r} of {param.key!r}"
+    heading = f"{rule}: the rule cannot be applied to {state_key!r} of {param.key!r}"
     return TreeError(error_text(heading, found=found, expected=expected, fix=fix))
 
 

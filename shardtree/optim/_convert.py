@@ -151,7 +151,7 @@ def _check_keys(doing: str, states: States, params: Mapping[Any, ShardedParam]) 
     ]
     if wrong:
         fix = "Stored keys would be ambiguous: rename these state keys, or leave them out with exclude_keys."
-        heading = f"{doing}: state keys that aren't strings, contain a dot, or end like '[0]'"
+        heading = f"{doing}: state keys that are not strings, contain a dot, or end like '[0]'"
         raise TreeError(error_text(heading, offenders=wrong, fix=fix))
 
 
@@ -164,7 +164,7 @@ def _check_shapes(doing: str, states: States, params: Mapping[Any, ShardedParam]
         if rule_of(rules, params[name], item) is None and (problem := problem_of(name, params[name], item, part))
     ]
     if problems:
-        heading = f"{doing}: states that aren't shaped like their parameters"
+        heading = f"{doing}: states that are not shaped like their parameters"
         raise TreeError(error_text(heading, offenders=problems, fix=RULES_FIX))
 
 
@@ -345,12 +345,12 @@ def _relabel(doing: str, optim_state_dict: StateDict, labels: Mapping[Any, Any],
         heading = f"{doing}: the state dict lists parameters by {found} already"
         raise TreeError(error_text(heading, found=found, expected=expected))
     used = dict.fromkeys([*members(groups), *states])
-    wrong = [f"{label!r} isn't in id_to_name" for label in used if label not in labels]
+    wrong = [f"{label!r} is not in id_to_name" for label in used if label not in labels]
     new = [labels[label] for label in used if label in labels]
     wrong += [f"{label!r} is given to several parameters" for label in dict.fromkeys(new) if new.count(label) > 1]
     if wrong:
         fix = "Make id_to_name with `get_param_id_to_name_map` from this optimizer and its model."
-        raise TreeError(error_text(f"{doing}: id_to_name doesn't fit the parameters", offenders=wrong, fix=fix))
+        raise TreeError(error_text(f"{doing}: id_to_name does not fit the parameters", offenders=wrong, fix=fix))
     new_groups = [{**group, "params": [labels[label] for label in group["params"]]} for group in groups]
     state = {labels[label]: entries for label, entries in states.items()}
     return {**optim_state_dict, "state": state, "param_groups": new_groups}

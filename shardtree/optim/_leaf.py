@@ -54,7 +54,7 @@ def make_sharded_optimizer_tensor(model_param: ShardedParam, optim_param: torch.
     if not isinstance(optim_param, torch.Tensor) or hasattr(optim_param, "placements"):
         found = "a DTensor" if isinstance(optim_param, torch.Tensor) else type(optim_param).__name__
         fix = "For DTensors use `from_dtensors` of shardtree.interop.dtensor."
-        raise TreeError(error_text(f"{heading} isn't a local tensor", found=found, expected="a local tensor", fix=fix))
+        raise TreeError(error_text(f"{heading} is not a local tensor", found=found, expected="a local tensor", fix=fix))
     check_has_shape(heading, optim_param)
     expected = moment_shape(model_param)
     if expected is not None and tuple(optim_param.shape) != expected:
@@ -147,8 +147,8 @@ RULES_FIX = (
     "Say how such a state is sharded: rules={'<state key>': rule}, with `along` (axes cut as the parameter's), "
     "`reduced_axis` (factored second moments: `adafactor_rules`, `came_rules`), `square_preconditioners`, "
     "`block_scales` (8-bit states), `on_mesh`, `one_per_parameter`, `one_per_shard` or a function of your own; or "
-    "leave it out with exclude_keys. States that aren't of one parameter, such as those of LBFGS, can't be sharded by "
-    "parameter."
+    "leave it out with exclude_keys. States that are not of one parameter, such as those of LBFGS, cannot be sharded "
+    "by parameter."
 )
 
 
@@ -163,10 +163,10 @@ def check_rules(doing: str, rules: OptimizerRules | None) -> None:
     """
     if rules is not None and not isinstance(rules, Mapping):
         fix = "Pass a dict such as {'row_var': rule}."
-        raise TreeError(error_text(f"{doing}: rules isn't a dict", found=type(rules).__name__, fix=fix))
+        raise TreeError(error_text(f"{doing}: rules is not a dict", found=type(rules).__name__, fix=fix))
     wrong = [f"{pattern!r}: {type(rule).__name__}" for pattern, rule in (rules or {}).items() if not callable(rule)]
     if wrong:
-        raise TreeError(error_text(f"{doing}: rules that aren't functions", offenders=wrong, fix=RULES_FIX))
+        raise TreeError(error_text(f"{doing}: rules that are not functions", offenders=wrong, fix=RULES_FIX))
 
 
 def rule_of(rules: OptimizerRules | None, param: ShardedParam, state_key: str) -> OptimizerRule | None:

@@ -76,7 +76,7 @@ def square_preconditioners(*, where_cut: WhereCut = "refuse") -> dict[str, Optim
         shards = built_shards(param)
         sizes = wrapped.own_sizes(next((shard.prepend_axis_num for shard in shards), 0))
         if wrapped.dtype is not None and not wrapped.is_stored and (len(sizes) != 2 or sizes[0] != sizes[1]):
-            heading = f"square_preconditioners: {state_key!r} of {param.key!r} isn't a square matrix"
+            heading = f"square_preconditioners: {state_key!r} of {param.key!r} is not a square matrix"
             raise ShapeError(error_text(heading, found=sizes, expected="a square matrix"))
         if where_cut == "own":
             return one_per_shard(param, state_key, wrapped)

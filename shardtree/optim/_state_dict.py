@@ -36,7 +36,7 @@ def states_of(doing: str, optim_state_dict: Any) -> States:
         expected = "{'state': {id or name: {...}}, 'param_groups': [{'params': [...], ...}]}"
         raise TreeError(
             error_text(
-                f"{doing}: the argument isn't an optimizer's state dict", found=found, expected=expected, fix=fix
+                f"{doing}: the argument is not an optimizer's state dict", found=found, expected=expected, fix=fix
             )
         )
     states: Any = optim_state_dict["state"]
@@ -97,7 +97,7 @@ def are_names(doing: str, groups: Sequence[Group], states: States) -> bool:
     if texts and len(texts) < len(names):
         fix = (
             "Convert all into names with `optim_state_by_name`, or into ids with `optim_state_by_id`; and remove "
-            "entries of 'state' that don't belong to a parameter."
+            "entries of 'state' that do not belong to a parameter."
         )
         heading = f"{doing}: some parameters are named, others numbered"
         raise TreeError(error_text(heading, offenders=map(repr, names), fix=fix))
@@ -130,7 +130,7 @@ def check_dict(doing: str, name: str, value: object, expected: str, kinds: Any =
         >>> check_dict("save", "id_to_name", {0: "w"}, "{id: name}", str)
     """
     if not isinstance(value, Mapping):
-        raise TreeError(error_text(f"{doing}: {name} isn't a dict", found=type(value).__name__, expected=expected))
+        raise TreeError(error_text(f"{doing}: {name} is not a dict", found=type(value).__name__, expected=expected))
     wrong = [f"{key!r}: {type(one).__name__}" for key, one in value.items() if not isinstance(one, kinds)]
     if wrong:
         raise TreeError(error_text(f"{doing}: wrong values of {name}", expected=expected, offenders=wrong))
@@ -163,7 +163,7 @@ def check_param(doing: str, param: object) -> None:
         expected = "a ShardedTensor or a ShardedTensorFactory"
         raise TreeError(
             error_text(
-                f"{doing}: the parameter isn't a shard or factory", found=type(param).__name__, expected=expected
+                f"{doing}: the parameter is not a shard or factory", found=type(param).__name__, expected=expected
             )
         )
 
@@ -182,7 +182,7 @@ def excluded(doing: str, exclude_keys: object) -> set[Any]:
     if not isinstance(keys, Iterable):
         raise TreeError(
             error_text(
-                f"{doing}: exclude_keys isn't a list of state keys", found=repr(exclude_keys), expected="state keys"
+                f"{doing}: exclude_keys is not a list of state keys", found=repr(exclude_keys), expected="state keys"
             )
         )
     return set(keys)
@@ -302,7 +302,7 @@ def _pairs(doing: str, named_parameters: Any) -> list[tuple[str, torch.Tensor]]:
     wrong = [f"item {place}: {type(pair).__name__}" for place, pair in enumerate(pairs) if not _is_pair(pair)]
     if wrong:
         fix = "Pass `model.named_parameters()`."
-        raise TreeError(error_text(f"{doing}: items that aren't (name, parameter) pairs", offenders=wrong, fix=fix))
+        raise TreeError(error_text(f"{doing}: items that are not (name, parameter) pairs", offenders=wrong, fix=fix))
     return pairs
 
 
@@ -333,7 +333,7 @@ def _params_in_order(doing: str, optim_params_iter: Any) -> list[torch.Tensor]:
     wrong += [] if many else [f"a single {type(items).__name__}"]
     if wrong:
         fix = "Pass the optimizer, or the parameters in its order."
-        raise TreeError(error_text(f"{doing}: items that aren't parameters", offenders=wrong, fix=fix))
+        raise TreeError(error_text(f"{doing}: items that are not parameters", offenders=wrong, fix=fix))
     # A DTensor is recognised by an attribute: importing the class would load torch.distributed.
     cut = [f"item {place}: {tuple(param.shape)}" for place, param in enumerate(params) if hasattr(param, "placements")]
     if cut:

@@ -175,7 +175,7 @@ def picture_of(value: Any, of: Any) -> Picture:
         shards = [of] if isinstance(of, ShardedTensor) else list(of or ())
         return lens_picture(value, shards)
     fix = "Pass one of the values that help(st.draw) lists."
-    raise TreeError(error_text("draw: a value of this type can't be drawn", found=type(value).__name__, fix=fix))
+    raise TreeError(error_text("draw: a value of this type cannot be drawn", found=type(value).__name__, fix=fix))
 
 
 picture_of.register(Picture, lambda value, of: value)

@@ -240,7 +240,7 @@ def _runs(number: int, tensor: _RankTensor, axis: int) -> Iterator[_Run]:
     starts = [0, *(np.flatnonzero(~together) + 1).tolist(), len(first)]
     for low, high in itertools.pairwise(starts):
         if shard[low] < 0:
-            yield _Run(number, low, high - low, None, 0, "isn't stored")
+            yield _Run(number, low, high - low, None, 0, "is not stored")
             continue
         part = tensor.shards[int(shard[low])]
         where = place[low, place.shape[1] - max(len(part.global_shape), 1) :].tolist()

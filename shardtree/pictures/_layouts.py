@@ -153,7 +153,7 @@ def _tensor_picture(columns: ShardColumns, key: str, holders: HolderNames, *, wi
     caption = _cut(columns, number) if holders is RANKS and len(sheets) == 1 else ""
     planes = tuple(plane_of(sheet, tones, holders, caption=caption) for sheet in sheets)
     whole = [axis for axis in range(len(kind.global_shape)) if axis in sheets[0].others and len(sheets) == 1]
-    notes = [f"Axis {axis}, of {kind.global_shape[axis]:,}, isn't cut." for axis in whole]
+    notes = [f"Axis {axis}, of {kind.global_shape[axis]:,}, is not cut." for axis in whole]
     return Picture(title, _in_rows(planes), (*notes, *notes_on(sheets)), faults_legend(planes))
 
 

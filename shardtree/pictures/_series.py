@@ -56,7 +56,7 @@ def series_picture(steps: Sequence[SavedStep], policy: Choose | None = None) -> 
     left = len(steps) - len(stays)
     counts = _many(len(steps)) + (f", {left:,} of them {'goes' if left == 1 else 'go'}" if left else "")
     notes = (
-        (f"{_many(len(steps) - len(points))} that can't be told apart aren't drawn.",)
+        (f"{_many(len(steps) - len(points))} that cannot be told apart are not drawn.",)
         if len(points) < len(steps)
         else ()
     )

@@ -61,7 +61,7 @@ def encoded(
     for start, shape in windows(Box((0,) * len(at.shape), at.shape), high, wide):
         piece = data[slices(start, shape)].to(torch.float32)
         if not bool(torch.isfinite(piece).all()):
-            heading = f"quantised: {key!r} has elements that aren't finite"
+            heading = f"quantised: {key!r} has elements that are not finite"
             fix = "Leave this tensor unquantised, or look for the cause of these elements."
             raise UnsupportedValue(error_text(heading, fix=fix))
         rows, columns = (-size % (side or size) for size, side in zip(shape[-2:], block, strict=True))

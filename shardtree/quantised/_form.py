@@ -61,7 +61,7 @@ class Form:
             ('mlp.up.weight', 'mlp.up.weight_scale_inv')
         """
         if not key.endswith(self.base):
-            heading = f"quantised: {key!r} can't be the key of a weight stored as {self.name}"
+            heading = f"quantised: {key!r} cannot be the key of a weight stored as {self.name}"
             raise TreeError(error_text(heading, expected=f"a key that ends with {self.base!r}"))
         return tuple([key.removesuffix(self.base) + part.name for part in self.parts])
 
@@ -103,7 +103,7 @@ class Form:
                 wrong.append(f"{name!r}: {str(dtype).removeprefix('torch.')} {shape}, not {kinds} {expected}")
         if wrong:
             fix = "Choose the form that config.json names; for other block sizes, replace `per` in the form's parts."
-            raise ShapeError(error_text(f"quantised: {key!r} isn't stored as {self.name}", offenders=wrong, fix=fix))
+            raise ShapeError(error_text(f"quantised: {key!r} is not stored as {self.name}", offenders=wrong, fix=fix))
         return self._turn(whole)
 
     def means(self, shape: Sequence[int]) -> tuple[object, ...]:
@@ -295,7 +295,7 @@ class Form:
             raise ShapeError(error_text(f"quantised: {self.name} needs boxes of matrices", found=found, fix=fix))
         whole, pack = self._turn(shard.global_shape), self.parts[0].pack
         if any(size % step for size, step in zip(whole[-2:], pack, strict=True)):
-            heading = f"quantised: {shard.key!r} can't be stored as {self.name}"
+            heading = f"quantised: {shard.key!r} cannot be stored as {self.name}"
             raise ShapeError(error_text(heading, found=whole, expected=f"multiples of {pack} along the last axes"))
         return Box(self._turn(shard.global_offset), self._turn(local)), whole
 

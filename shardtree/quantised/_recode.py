@@ -104,7 +104,7 @@ def _check_to(to: Form | torch.dtype, also: Sequence[str]) -> None:
     check_type("recode", "to", to, torch.dtype, "Pass a form, such as FORMS['fp8_blocks'], or a torch dtype.")
     if not to.is_floating_point:
         fix = "Pass a floating-point dtype, such as torch.bfloat16."
-        raise ShapeError(error_text("recode: `to` isn't a floating-point dtype", found=to, fix=fix))
+        raise ShapeError(error_text("recode: `to` is not a floating-point dtype", found=to, fix=fix))
     if also:
         fix = "Pass the form for these plain weights as `to`; `shardtree.cast` changes the dtype of plain tensors."
         refuse("recode", "also", also, "no patterns, since `to` is a dtype", fix, error=MetadataError)
@@ -114,7 +114,7 @@ def _unite(rest: Mapping[str, Any], parts: Sequence[ShardedTensor]) -> dict[str,
     counts = Counter([*rest, *(part.key for part in parts)])
     twice = [repr(key) for key, count in counts.items() if count > 1]
     if twice:
-        fix = "Rename the tensors that have these keys now, or don't recode these weights."
+        fix = "Rename the tensors that have these keys now, or do not recode these weights."
         raise KeyMismatch(error_text("recode: parts would have keys of other tensors", offenders=twice, fix=fix))
     return {**rest, **{part.key: part for part in parts}}
 
@@ -191,7 +191,7 @@ def _in_form(weight: ShardedTensor, to: Form | torch.dtype, lossless: bool) -> S
         form = replace(to, encode=_without_loss(weight.key, to)) if lossless else to
         shards = form.lens(weight).shards
         if weight.data is not None and any(part.data is None for part in shards):
-            heading = f"recode: {weight.key!r} isn't cut into whole blocks, and a scale needs its whole block"
+            heading = f"recode: {weight.key!r} is not cut into whole blocks, and a scale needs its whole block"
             found = f"a box of {weight.local_shape} at {weight.global_offset}"
             fix = "Redistribute it to boxes of whole blocks first, as docs/trainer-to-engine.md shows."
             raise ShapeError(error_text(heading, found=found, fix=fix))

@@ -145,7 +145,7 @@ def decode_record(data: bytes, where: str) -> StepRecord:
         return StepRecord(_time(fields["time"]), metrics, fields["pinned"], removing)
     except (TypeError, ValueError, LookupError, AttributeError) as error:
         fix = "Update shardtree if a later version wrote the record. Until it can be read, no policy removes the step."
-        heading = f"series: {where!r} isn't a record of a step"
+        heading = f"series: {where!r} is not a record of a step"
         raise CorruptCheckpoint(error_text(heading, found=error, fix=fix)) from None
 
 
@@ -161,7 +161,7 @@ def read_record(root: Storage, folder: str) -> StepRecord | None:
         return None
     if length > limits.SIDE_FILE_BYTES:
         raise CorruptCheckpoint(
-            error_text(f"series: {root.where(name)!r} isn't a record of a step", found=f"{length} bytes")
+            error_text(f"series: {root.where(name)!r} is not a record of a step", found=f"{length} bytes")
         )
     try:
         return decode_record(root.read(name), root.where(name))
@@ -190,12 +190,12 @@ def checked_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
         return {}
     try:
         if not all(isinstance(name, str) and name.isprintable() for name in metrics):
-            raise TypeError("a name that isn't text")
+            raise TypeError("a name that is not text")
         return {name: _metric(value) for name, value in metrics.items()}
     except (TypeError, ValueError, RuntimeError, AttributeError, OverflowError) as error:
         problem, expected = str(error)[:200], "names and numbers, such as {'loss': 0.25}"
         raise MetadataError(
-            error_text("series: metrics isn't a dict from names to numbers", found=problem, expected=expected)
+            error_text("series: metrics is not a dict from names to numbers", found=problem, expected=expected)
         ) from error
 
 
@@ -210,7 +210,7 @@ def _number(value: object) -> float:
         return float(value)
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return float(value)
-    raise ValueError(f"{value!r} isn't a number"[:200])
+    raise ValueError(f"{value!r} is not a number"[:200])
 
 
 def _time(value: object) -> float | None:
@@ -220,13 +220,13 @@ def _time(value: object) -> float | None:
 def _text(value: object) -> str:
     if isinstance(value, str):
         return value
-    raise ValueError(f"{value!r} isn't a name"[:200])
+    raise ValueError(f"{value!r} is not a name"[:200])
 
 
 def _whole(value: object) -> int:
     if type(value) is int:
         return value
-    raise ValueError(f"{value!r} isn't a length"[:200])
+    raise ValueError(f"{value!r} is not a length"[:200])
 
 
 logger = logging.getLogger("shardtree")

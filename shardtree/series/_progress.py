@@ -35,7 +35,7 @@ def progress_check(tree: Any, place: SavePlace, names: str, number: int, world: 
     try:
         numbers = fingerprint(tree, world=world)
     except CheckpointingException as error:  # the same on all ranks; the save reports the tree's problem
-        logger.warning("series: step %d isn't compared with memory: %s", number, error)
+        logger.warning("series: step %d is not compared with memory: %s", number, error)
         numbers = {}
     return partial(_warn, place, names, number, numbers)
 
@@ -54,7 +54,7 @@ def _warn(place: SavePlace, names: str, number: int, in_memory: Mapping[str, int
         earlier = [step for step in list_steps(place.root, names, place.strategies) if step.number < number]
         before = _stored(place.root, earlier[-1].folder, place.strategies) if earlier else {}
     except CheckpointingException as error:
-        logger.warning("series: step %d isn't compared with the one before: %s", number, error)
+        logger.warning("series: step %d is not compared with the one before: %s", number, error)
         return
     if stored and stored == before:
         logger.warning(

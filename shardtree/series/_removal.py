@@ -25,7 +25,7 @@ from ..shell.table import (
 from ._listing import RECORD_FILE, FileMark, mark
 from .policies import SavedStep
 
-IRREMOVABLE = "can't be removed"
+IRREMOVABLE = "cannot be removed"
 """Start of the reason why a step stays although no policy keeps it."""
 
 
@@ -140,9 +140,9 @@ def step_files(root: Storage, folder: str, number: int, strategies: Strategies |
     try:
         checkpoint_files = _own(storage, strategies)
     except CorruptCheckpoint:
-        return "it is damaged, so that it isn't known which files are its own"
+        return "it is damaged, so that it is not known which files are its own"
     except StrategyError:
-        return "its format doesn't say which files are its own"
+        return "its format does not say which files are its own"
     except NotACheckpoint:
         return "it is gone"
     if is_being_saved(storage, checkpoint_files):

@@ -68,7 +68,7 @@ def apply_policy(root: Storage, names: str, policy: Choose, strategies: Strategi
         _warn_of_irremovable(removal)
         remove_steps(root, names, removal, strategies)
     except StorageError as error:
-        logger.warning("series: a step is saved, and others couldn't be removed: %s", error)
+        logger.warning("series: a step is saved, and others could not be removed: %s", error)
 
 
 def _warn_of_irremovable(removal: Removal) -> None:
@@ -270,9 +270,9 @@ def _attempt(root: Storage, folder: str, fn: Callable[[], bool], failures: list[
 
 def _raise_failures(root: Storage, failures: Sequence[str]) -> None:
     if failures:
-        fix = "Remove the causes and try again. Steps whose removal has begun aren't listed; clean() removes the rest."
+        fix = "Remove the causes and try again. Steps whose removal has begun are not listed; clean() removes the rest."
         raise StorageError(
-            error_text(f"series: steps under {root.where()!r} can't be removed", offenders=failures, fix=fix)
+            error_text(f"series: steps under {root.where()!r} cannot be removed", offenders=failures, fix=fix)
         )
 
 

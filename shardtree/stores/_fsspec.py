@@ -44,7 +44,7 @@ def fsspec_storage(url: str) -> Storage:
         from fsspec.implementations.local import LocalFileSystem
     except ImportError as error:
         fix = "pip install 'shardtree[remote]'"
-        raise StorageError(error_text(f"{plain!r} needs fsspec, which isn't installed", fix=fix)) from error
+        raise StorageError(error_text(f"{plain!r} needs fsspec, which is not installed", fix=fix)) from error
     try:
         files, root = url_to_fs(url)
     except Exception as error:  # constructors of file systems raise many types, such as TypeError for a missing part

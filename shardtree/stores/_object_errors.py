@@ -89,13 +89,13 @@ def request_failure(what: str, error: Exception, secrets: Mapping[str, Any]) -> 
     reason = f"{type(error).__name__}: {without_secrets(answer, secrets)}"
     fix = None
     if "NoSuchBucket" in answer:
-        fix = "The bucket doesn't exist: correct its name in the URL, or the endpoint or region."
+        fix = "The bucket does not exist: correct its name in the URL, or the endpoint or region."
     elif "ExpiredToken" in answer or "expired" in answer.lower():
         fix = "The credentials have expired: renew them, or pass a credential_provider to object_storage."
     elif "allow_http" in answer or "URL scheme is not allowed" in answer:
         fix = 'Allow plain http: set AWS_ALLOW_HTTP=true, or pass client_options={"allow_http": True}.'
     elif NO_RANGES.search(answer):
-        fix = "The server doesn't support Range requests: copy the checkpoint, or use another server."
+        fix = "The server does not support Range requests: copy the checkpoint, or use another server."
     return StorageError(error_text(what, found=reason, fix=fix))
 
 

@@ -102,7 +102,7 @@ def abort_uploads(url: str, folder: str, config: Mapping[str, Any], is_left: Cal
             _logged_buckets.add(bucket)
             fix = "pip install 'shardtree[s3]', or let a lifecycle rule of the bucket abort incomplete uploads"
             logger.warning(
-                "save: uploads of interrupted saves to %s can't be looked for without botocore: %s", url, fix
+                "save: uploads of interrupted saves to %s cannot be looked for without botocore: %s", url, fix
             )
         return 0
     prefix = f"{folder}/" if folder else ""

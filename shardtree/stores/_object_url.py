@@ -59,7 +59,7 @@ def object_storage(
         pair = _shared_stores(f"{parts.scheme}://{parts.netloc}", settings, credential_provider)
     except ImportError as error:
         fix = "pip install 'shardtree[remote]'"
-        raise StorageError(error_text(f"{plain_url(url)!r} needs obstore, which isn't installed", fix=fix)) from error
+        raise StorageError(error_text(f"{plain_url(url)!r} needs obstore, which is not installed", fix=fix)) from error
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # raised by Rust code
             raise

@@ -142,7 +142,7 @@ def check_resume(
         ...     job["model"].load_state_dict(st.load({}, place, world=job["world"])["model"])
         >>> check_resume(make, step, save, load, layouts=[1])
         Traceback (most recent call last):
-        AssertionError: check_resume: the resumed job isn't the one that was saved
+        AssertionError: check_resume: the resumed job is not the one that was saved
           1 rank → 1 rank: 'weight', 'bias': step: not restored; it is missing
           ...
     """

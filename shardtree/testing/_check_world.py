@@ -70,7 +70,7 @@ def _error_of(run: Run, check: Callable[[World], None], seconds: float) -> Excep
     thread.start()
     thread.join(seconds)
     if thread.is_alive():
-        return TimeoutError(f"it doesn't end within {seconds:g} seconds; pass hangs_after= above the world's timeout")
+        return TimeoutError(f"it does not end within {seconds:g} seconds; pass hangs_after= above the world's timeout")
     for error in errors:
         if not isinstance(error, Exception):
             raise error

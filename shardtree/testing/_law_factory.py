@@ -284,7 +284,7 @@ def check_merge_undoes_build(factory: ShardedTensorFactory) -> None:
     before = bits(factory.data)  # the parameter itself, which training continues to use
     tree = _build(factory)
     assert bits(factory.data) == before, f"building {factory.key!r}{_range(factory)} changed the factory's tensor"
-    what = f"merge doesn't undo build for {factory.key!r}{_range(factory)}"
+    what = f"merge does not undo build for {factory.key!r}{_range(factory)}"
     check_equal(what, _merge(factory, map_shards(_reload, tree)), factory.data)
 
 
@@ -300,7 +300,7 @@ def check_build_undoes_merge(factory: ShardedTensorFactory) -> None:
     for path, shard in shards_of(again).items():
         wrong = first_difference(shard.data, put[_box(shard)]) if _box(shard) in put else "it has another box"
         where = f"{shard.key!r} at {render_path(path, 'built')}"
-        assert wrong is None, f"build doesn't undo merge for {factory.key!r}{_range(factory)}: {where}: {wrong}"
+        assert wrong is None, f"build does not undo merge for {factory.key!r}{_range(factory)}: {where}: {wrong}"
 
 
 def check_cut_alike(factory: ShardedTensorFactory, state: ShardedTensorFactory) -> None:
@@ -319,7 +319,7 @@ def _check_part_of_whole(factory: ShardedTensorFactory, part: slice) -> None:
     elements = _stored_elements(replace(factory, data=numbers[part], flattened_range=part))
     inside = range(part.start, part.stop)
     expected = {place: number for place, number in whole.items() if number in inside}
-    what = f"{factory.key!r} on {part} isn't that part of the whole"
+    what = f"{factory.key!r} on {part} is not that part of the whole"
     for place in {**elements, **expected}:
         (key, index), there, right = place, elements.get(place), whole.get(place)
         assert there == right, f"{what}: {key!r}{list(index)} is element {there}, of the whole it is element {right}"

@@ -177,15 +177,15 @@ def check_lens(
         _check_errors(merges, tensors, lossy)
     # A lens that drops padding can't restore it, so that only ranks are compared with each other, below.
     elif _elements(expected) == _elements(tensors):
-        check_same("merge doesn't undo build on the whole", merges, tensors)
+        check_same("merge does not undo build on the whole", merges, tensors)
     factories = [lenses.as_factory(shard, lens) for shard in shards]
     trees = [factory.build() for factory in factories]
     for shard, factory, tree in zip(shards, factories, trees, strict=True):
-        law = "merge doesn't undo build" if lossy is None else "the lens doesn't commute with cuts"
+        law = "merge does not undo build" if lossy is None else "the lens does not commute with cuts"
         what = f"{law} on {_describe(shard)}"
         check_same(what, {shard.key: _merge(factory, tree)}, {shard.key: _part(merges[shard.key], shard)})
         _check_state(factory, tree)
-    check_same("boxes don't agree: assembled, they differ from the stored whole", _assemble(trees), expected)
+    check_same("boxes do not agree: assembled, they differ from the stored whole", _assemble(trees), expected)
     if lossy is None:
         check_build_undoes_merge(factories, expected)
     else:
@@ -213,7 +213,7 @@ def check_build_undoes_merge(factories: Sequence[ShardedTensorFactory], tensors:
     # The bits are new, since a lens that remembers what it built would pass with the same bits.
     sizes = {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in tensors.items()}
     other = {key: random_bits(*size, seed=number) for number, (key, size) in enumerate(sizes.items(), start=7)}
-    _check_built_again(factories, other, "build doesn't undo merge")
+    _check_built_again(factories, other, "build does not undo merge")
 
 
 def _check_built_again(factories: Sequence[ShardedTensorFactory], wholes: Mapping[str, torch.Tensor], law: str) -> None:
@@ -376,7 +376,7 @@ def _load(tree: Any, tensors: Mapping[str, torch.Tensor], what: str) -> torch.Te
             return leaf.unwrap()
         if not isinstance(leaf, ShardedTensor):
             return leaf
-        assert leaf.key in tensors, f"{what}: {leaf.key!r} isn't stored; stored are {sorted(tensors)}"
+        assert leaf.key in tensors, f"{what}: {leaf.key!r} is not stored; stored are {sorted(tensors)}"
         shape = tuple(tensors[leaf.key].shape)
         same = shape == leaf.global_shape
         assert same, f"{what}: {leaf.key!r} is stored in shape {shape}, but requested in shape {leaf.global_shape}"

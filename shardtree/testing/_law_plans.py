@@ -211,7 +211,7 @@ def check_buffer_plan(plan: BufferPlan) -> None:
         in_parameter = range(prod(places[part.name].shape))[part.flattened_range]
         positions = [first + part.rank * length + number for number in in_slice]
         elements = [places[part.name].start + number for number in in_parameter]
-        assert positions == elements, f"rank {part.rank}: {part.name!r}: {part.taken} isn't {part.flattened_range}"
+        assert positions == elements, f"rank {part.rank}: {part.name!r}: {part.taken} is not {part.flattened_range}"
         numbers_of[part.name] += in_parameter
     for name, numbers in numbers_of.items():
         elements = list(range(prod(places[name].shape)))
@@ -227,7 +227,7 @@ def _check_buckets(plan: BufferPlan) -> None:
     end = 0
     for number, (start, stop) in enumerate(plan.buckets):
         assert start == end, f"bucket {number} starts at {start}, expected {end}"
-        assert (stop - start) % plan.data_parallel == 0, f"bucket {number} can't be cut in {plan.data_parallel}"
+        assert (stop - start) % plan.data_parallel == 0, f"bucket {number} cannot be cut in {plan.data_parallel}"
         end = stop
     position = 0
     for place in plan.places:
@@ -288,7 +288,7 @@ def check_flat_shards(
             check_equal(f"rank {rank}, bucket {bucket}: there and back", found, expected)
         trees.append(tree)
     whole = {f"state.{name}": tensor for name, tensor in tensors.items()}
-    check_same("shards don't make up the parameters", assemble(trees), whole)
+    check_same("shards do not make up the parameters", assemble(trees), whole)
 
 
 def packed_slices(plan: BufferPlan, tensors: Mapping[str, torch.Tensor]) -> list[list[torch.Tensor]]:

@@ -173,7 +173,7 @@ def _check_pair(
     try:
         resharded = reshard(results, expected)
     except CheckpointingException as error:
-        raise AssertionError(f"{where}: the transformed trees can't be resharded: {error}") from error
+        raise AssertionError(f"{where}: the transformed trees cannot be resharded: {error}") from error
     largest: dict[str, float] = {}  # of whole tensors, by key: a shard's largest element depends on the layout
     for tree in expected.values():
         for leaf in shards_of(apply_factories(tree)).values():

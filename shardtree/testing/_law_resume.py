@@ -29,7 +29,7 @@ FIXES: Final = {
     "another group's settings": "Another group's settings: relate groups to parameters by name, not by their order.",
     "permuted": "Permuted: rows are stored in another order than they are read; describe both, by a lens for example.",
     "scaled": "Scaled: look for a sum over data-parallel ranks where a mean or a copy was meant, or the reverse.",
-    "rounded": "Rounded: store masters and moments in their own dtype, and don't make them anew from the weights.",
+    "rounded": "Rounded: store masters and moments in their own dtype, and do not make them anew from the weights.",
     "replicas differ": "Replicas differ: restore every rank that holds a copy, or send the copy from a restored rank.",
     "untied": "Untied: tie the weights again after the load, or let the load fill the existing tensors.",
     "repeated": "Repeated: store how far the data were read, in samples, and go on from there.",
@@ -78,13 +78,13 @@ def report(problems: Sequence[ResumeProblem]) -> str:
 
     Examples:
         >>> print(report([ResumeProblem(("w",), "exp_avg", "stale by 2 steps", "2 of 2 elements differ")]))
-        check_resume: the resumed job isn't the one that was saved
+        check_resume: the resumed job is not the one that was saved
           'w': exp_avg: stale by 2 steps; 2 of 2 elements differ
           Stale: wait for a save's copy before the next step, and write the state that belongs to the step.
     """
     lines = [f"{problem.layouts}: {problem}" if problem.layouts else str(problem) for problem in problems]
     fixes = [text for cause, text in FIXES.items() if any(problem.cause.startswith(cause) for problem in problems)]
-    heading = "check_resume: the resumed job isn't the one that was saved"
+    heading = "check_resume: the resumed job is not the one that was saved"
     return error_text(heading, offenders=lines, fix="\n  ".join(fixes) or None)
 
 

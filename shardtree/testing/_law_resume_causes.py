@@ -52,7 +52,7 @@ def state_problems(found: JobState, known: Known) -> list[ResumeProblem]:
     saved = known.saved
     problems = chain.from_iterable(_problems_at(place, found, known) for place in saved.values)
     extra = [place for place in found.values if place not in saved.values and not _is_nothing(found.values[place])]
-    unknown = [ResumeProblem((key,), state, "unexpected", "the saved job doesn't have it") for key, state in extra]
+    unknown = [ResumeProblem((key,), state, "unexpected", "the saved job does not have it") for key, state in extra]
     return together([*problems, *unknown, *_tie_problems(found, saved)])
 
 

@@ -239,7 +239,7 @@ def _check_pieces(transfers: Transfers, schedule: Schedule) -> None:
     moving = np.flatnonzero((transfers.from_rank != transfers.to_rank) & (transfers.nbytes > 0)).tolist()
     whole = {row: int(np.prod(transfers.shape[row])) for row in moving}
     assert ends == whole, f"transfers end at {ends}, expected {whole}"
-    assert (np.diff(schedule.step, prepend=0) >= 0).all(), "steps aren't ascending"
+    assert (np.diff(schedule.step, prepend=0) >= 0).all(), "steps are not ascending"
 
 
 def _used(schedule: Schedule) -> Counter[tuple[int, int]]:

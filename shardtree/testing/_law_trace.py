@@ -57,7 +57,7 @@ def check_trace(
         for offset, shape in chain.from_iterable(layouts_of(tuple(tensor.shape))):
             local = localized(result, name, offset, shape)
             parts = [sources[root][slices(*box)] for root, box in local.boxes]
-            what = f"a part isn't a cut of the whole: {shape} at {offset}"
+            what = f"a part is not a cut of the whole: {shape} at {offset}"
             check_same(what, {name: local.output(parts)}, {name: tensor[slices(offset, shape)]})
     try:
         back = result.inverse()
@@ -129,14 +129,14 @@ def check_quantised(
         ...     check_quantised(FORMS["mxfp8"], stored, expected={"w": weight}, most=1 / 16)
         ... except AssertionError as error:
         ...     print(str(error).split(":")[0])
-        scales aren't the values' own
+        scales are not the values' own
     """
     dense = partial(form.dequantise, dtype=torch.float32)
     try:
         weights = dense(tensors)
     except CheckpointingException as error:
-        raise AssertionError(f"tensors don't have the form: {error}") from error
-    assert weights, f"tensors don't have the form: {sorted(tensors)} are no tensors of {form.name}"
+        raise AssertionError(f"tensors do not have the form: {error}") from error
+    assert weights, f"tensors do not have the form: {sorted(tensors)} are no tensors of {form.name}"
     parts_of = {key: {name: tensors[name] for name in form.keys(key)} for key in weights}
     for key, weight in weights.items():
         _ = check_trace(dense, parts_of[key])
@@ -146,7 +146,7 @@ def check_quantised(
             for shard in shards:
                 lens = form.lens(shard)
                 merge = lens.merge([parts_of[key][part.key][part.global_slice()] for part in lens.shards])
-                what = f"cuts don't commute on {key!r} at {shard.global_offset}"
+                what = f"cuts do not commute on {key!r} at {shard.global_offset}"
                 check_equal(what, merge, weight[shard.global_slice()])
             _check_cut_together(form, parts_of[key], shards, held)
         if form.encode is not None and bool(torch.isfinite(weight).all()):
@@ -156,7 +156,7 @@ def check_quantised(
                     {name: as_integers(tensor) for name, tensor in stored.items()}
                     for stored in (parts_of[key], form.quantise({key: weight}))
                 )
-                check_same(f"recoding {key!r} doesn't come back in codes and scales", again, codes)
+                check_same(f"recoding {key!r} does not come back in codes and scales", again, codes)
         if expected is not None:
             _check_expected(form, key, weight, expected[key].to(torch.float32), most)
     return weights
@@ -165,7 +165,7 @@ def check_quantised(
 def _check_cut_together(
     form: Form, tensors: Mapping[str, torch.Tensor], shards: Sequence[ShardedTensor], held: LocalTensors | None
 ) -> None:
-    law = f"values and scales of {shards[0].key!r} aren't cut together"
+    law = f"values and scales of {shards[0].key!r} are not cut together"
     try:
         trees = [apply_factories(form.shards(shard, None if held is None else held(shard))) for shard in shards]
     except ShapeError as error:
@@ -185,12 +185,12 @@ def _check_comes_back(form: Form, key: str, weight: torch.Tensor) -> None:
     once = form.dequantise(tensors, torch.float32)[key]
     scales = [part.read(tensors[name]) for name, part in zip(form.keys(key), form.parts, strict=True)][1:]
     if all(bool((torch.frexp(each).mantissa == 0.5).all()) for each in scales):
-        check_equal(f"recoding {key!r} doesn't come back", once, weight)
+        check_equal(f"recoding {key!r} does not come back", once, weight)
         return
     # Scales that aren't powers of two are rounded too, in the last bit of float32; rounded values aren't rounded again.
     again = form.dequantise(form.quantise({key: once}), torch.float32)[key]
     wrong = int(((again - once).abs() > once.abs() * 2**-20).sum())
-    assert not wrong, f"recoding {key!r} doesn't come back: {wrong} of {once.numel()} elements differ"
+    assert not wrong, f"recoding {key!r} does not come back: {wrong} of {once.numel()} elements differ"
 
 
 def _check_expected(form: Form, key: str, weight: torch.Tensor, expected: torch.Tensor, most: float) -> None:
@@ -202,4 +202,4 @@ def _check_expected(form: Form, key: str, weight: torch.Tensor, expected: torch.
     bound = largest.repeat_interleave(rows, -2).repeat_interleave(columns, -1)[..., : size.shape[-2], : size.shape[-1]]
     wrong = int((~(error <= most * bound)).sum())
     what = f"{wrong} of {error.numel()} elements of {key!r} are off by more than {most:g} of their block's largest"
-    assert not wrong, f"scales aren't the values' own: {what}"
+    assert not wrong, f"scales are not the values' own: {what}"

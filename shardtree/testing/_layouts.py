@@ -305,7 +305,7 @@ def even_layout(global_shape: tuple[int, ...], ranks: int, axis: int | None = No
         copies = tuple(Piece(rank, zeros, global_shape, replica=rank) for rank in range(ranks))
         return Layout(ranks, global_shape, copies, grid=tuple(grid))
     size, remainder = divmod(global_shape[axis], ranks)
-    assert not remainder, f"{ranks} ranks don't divide axis {axis} of {global_shape}"
+    assert not remainder, f"{ranks} ranks do not divide axis {axis} of {global_shape}"
     shape = (*global_shape[:axis], size, *global_shape[axis + 1 :])
     grid[axis] = ranks
     offsets = [(*zeros[:axis], rank * size, *zeros[axis + 1 :]) for rank in range(ranks)]

@@ -369,7 +369,7 @@ class Cells(TorchDispatchMode):
             self.refusals.refuse(name, ended, _FIX_ENDED)
         message = f"{name} needs elements of {names}, which has none while it is traced"
         if why is not None:
-            message = f"{name} can't be recorded{f' for {names}' if tensors else ''}: {why}"
+            message = f"{name} cannot be recorded{f' for {names}' if tensors else ''}: {why}"
         self.refusals.refuse(name, message, instead or _FIX)
 
     def refuse_meta(self, name: str) -> NoReturn:
@@ -391,7 +391,7 @@ class Cells(TorchDispatchMode):
         roots = ", ".join(shorten(dict.fromkeys(repr(str(move.root)) for move in moves), shown=3)) or "a number"
         fix = "Write to a new tensor; or give away a copy of the memory, or for comparisons its data_ptr(), instead."
         self.refusals.refuse(
-            "a write", f"a write of {roots} to memory that the code gave to {lent}, which can't see the write", fix
+            "a write", f"a write of {roots} to memory that the code gave to {lent}, which cannot see the write", fix
         )
 
 

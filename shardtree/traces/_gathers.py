@@ -28,7 +28,7 @@ _INSTEAD = {
     **dict.fromkeys(("masked_fill", "masked_fill_"), "Write torch.where(mask, value, tensor) instead."),
     **dict.fromkeys(
         ("scatter", "scatter_", "gather", "index_copy_", "index_select", "index_put_", "index"),
-        "Use an index that isn't read from the checkpoint, such as torch.arange or a list of numbers.",
+        "Use an index that is not read from the checkpoint, such as torch.arange or a list of numbers.",
     ),
 }
 """Advice for operations whose index is made of sources."""

@@ -198,7 +198,7 @@ def check_cast(record: Cells, name: str, result: torch.Tensor, into: torch.Tenso
         TraceError: torch doesn't cast it.
     """
     if not torch.can_cast(result.dtype, into.dtype):
-        why = f"the result is {dtype_name(result.dtype)}, which torch doesn't cast to {dtype_name(into.dtype)}"
+        why = f"the result is {dtype_name(result.dtype)}, which torch does not cast to {dtype_name(into.dtype)}"
         record.refuse(name, [result], why=why)
 
 

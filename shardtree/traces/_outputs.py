@@ -56,7 +56,7 @@ def checked_outputs(outputs: Any) -> dict[str, torch.Tensor]:
         wrong = [f"{name!r}: {type(value).__name__}" for name, value in outputs.items() if not _is_tensor(value)]
     if wrong:
         fix = "Return a dict of tensors, or pass into=model.state_dict for a loader that fills a model."
-        raise TraceError(error_text("trace: the outputs aren't a dict of tensors", offenders=wrong, fix=fix))
+        raise TraceError(error_text("trace: the outputs are not a dict of tensors", offenders=wrong, fix=fix))
     return dict(outputs)
 
 

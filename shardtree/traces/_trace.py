@@ -205,7 +205,7 @@ class Trace(Fields):
             # Repeated, rounded and computed elements have no inverse, even with `drop`.
             can_drop = not drop and droppable == len(offenders)
             fix = "Pass drop=True for an inverse that leaves these elements out." if can_drop else None
-            heading = "inverse: the trace isn't one to one"
+            heading = "inverse: the trace is not one to one"
             raise TraceError(error_text(heading, offenders=dict.fromkeys(offenders), fix=fix))
         outputs = {name: kind for name, kind in self.outputs.items() if name not in self.tied}
         return Trace(outputs, self.sources, {name: Moves(moves) for name, moves in back.items()})

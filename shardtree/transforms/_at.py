@@ -79,7 +79,7 @@ def tree_at(tree: Any, where: Where, replace: Any) -> Any:
     if not isinstance(values, (list, tuple)) or len(values) != len(places):
         found = f"a {type(values).__name__}" + (f" of {len(values)}" if isinstance(values, (list, tuple)) else "")
         expected, fix = f"a list of {len(places)}", "Pass one value for each node, or one function for all nodes."
-        raise TreeError(error_text("tree_at: values don't match the nodes", found=found, expected=expected, fix=fix))
+        raise TreeError(error_text("tree_at: values do not match the nodes", found=found, expected=expected, fix=fix))
     return _edited(tree, {place: partial(_constant, value) for place, value in zip(places, values, strict=True)})
 
 
@@ -221,7 +221,7 @@ def _marked_places(doing: str, tree: Any, where: Callable[[Any], Any]) -> tuple[
     nodes = wanted if several else [wanted]
     strangers = [node for node in nodes if id(node) not in paths]
     if strangers or not nodes:
-        names = [f"a {type(node).__name__}, which isn't a node of the tree" for node in strangers] or ["no node at all"]
+        names = [f"a {type(node).__name__}, which is no node of the tree" for node in strangers] or ["no node at all"]
         raise _missing(doing, [f"the function's result: {name}" for name in names], ["a tree with leaves"])
     places = [paths[id(node)] for node in nodes]
     nested = [render_path(place) for place in places if place and place_above(place[:-1], places) is not None]

@@ -89,7 +89,7 @@ def check_plain(doing: str, shard: ShardedTensor) -> None:
         fix = "Transform whole tensors, such as those of `open_checkpoint`, or plain boxes."
         raise TreeError(
             error_text(
-                f"{doing}: {shard.key!r} isn't a plain box", found=found, expected="a box with all its axes", fix=fix
+                f"{doing}: {shard.key!r} is not a plain box", found=found, expected="a box with all its axes", fix=fix
             )
         )
 
@@ -118,7 +118,7 @@ def check_same(doing: str, shards: Sequence[ShardedTensor], fields: Sequence[str
         if (shard.data is None) != (first.data is None)
     ]
     if wrong:
-        raise TreeError(error_text(f"{doing}: tensors that can't be combined", offenders=wrong))
+        raise TreeError(error_text(f"{doing}: tensors that cannot be combined", offenders=wrong))
 
 
 def _has(shard: ShardedTensor) -> str:

@@ -104,7 +104,7 @@ def key_ends(keys: Iterable[str]) -> dict[str, list[str]]:
 
 def _without(root: str, key: str) -> str:
     if not key.startswith(root):
-        raise TreeError(f"{key!r} isn't under {root!r}")
+        raise TreeError(f"{key!r} is not under {root!r}")
     return key.removeprefix(root)
 
 

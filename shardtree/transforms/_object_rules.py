@@ -109,7 +109,7 @@ def fold_objects(function: Callable[[Any, Any], Any]) -> ObjectRule:
     if not callable(function):
         found, fix = repr(function)[:200], "Pass a function of two values, such as operator.add or max."
         raise TreeError(
-            error_text("fold_objects: the argument isn't a function", found=found, expected="a function", fix=fix)
+            error_text("fold_objects: the argument is not a function", found=found, expected="a function", fix=fix)
         )
 
     def fold(array: ObjectArray, shape: Shape) -> Sequence[Any]:
@@ -177,7 +177,7 @@ def _concatenate(doing: str, array: ObjectArray) -> Any:
         if _kind(value) != _kind(first)
     ]
     if wrong:
-        heading = f"{doing}: values of different kinds can't be joined"
+        heading = f"{doing}: values of different kinds cannot be joined"
         raise UnsupportedValue(
             error_text(heading, expected=f"{_kind(first)}, as {array.cell_text(0)}", offenders=wrong)
         )
@@ -186,7 +186,7 @@ def _concatenate(doing: str, array: ObjectArray) -> Any:
         expected = ", ".join(kind.__name__ for kind in _JOINS) + ", with at least one axis"
         fix = "Use rules_by_field for dicts, fold_objects for numbers, or a function of your own."
         raise UnsupportedValue(
-            error_text(f"{doing}: {array.key!r} can't be joined", found=_kind(first), expected=expected, fix=fix)
+            error_text(f"{doing}: {array.key!r} cannot be joined", found=_kind(first), expected=expected, fix=fix)
         )
     return join(array.values)
 
@@ -235,11 +235,11 @@ def rules_by_field(rules: Mapping[Hashable, ObjectRule]) -> ObjectRule:
     """
     if not isinstance(rules, Mapping):
         fix = "Pass a dict with a function for each field, such as {'consumed': fold_objects(operator.add)}."
-        raise TreeError(error_text("rules_by_field: rules isn't a dict", found=type(rules).__name__, fix=fix))
+        raise TreeError(error_text("rules_by_field: rules is not a dict", found=type(rules).__name__, fix=fix))
     wrong = [f"{field!r}: {type(rule).__name__}" for field, rule in rules.items() if not callable(rule)]
     if wrong:
         fix = "Give each field a function, such as fold_objects(operator.add)."
-        raise TreeError(error_text("rules_by_field: rules that aren't functions", offenders=wrong, fix=fix))
+        raise TreeError(error_text("rules_by_field: rules that are not functions", offenders=wrong, fix=fix))
     rule_of = dict(rules)
 
     def apply(array: ObjectArray, shape: Shape) -> Sequence[Any]:
@@ -255,7 +255,7 @@ def rules_by_field(rules: Mapping[Hashable, ObjectRule]) -> ObjectRule:
 def _check_fields(array: ObjectArray, rules: Mapping[Hashable, ObjectRule]) -> None:
     for position, value in enumerate(array.values):
         if not isinstance(value, dict):
-            heading, found = f"rules_by_field: {array.cell_text(position)} isn't a dict", type(value).__name__
+            heading, found = f"rules_by_field: {array.cell_text(position)} is not a dict", type(value).__name__
             fix = "Use rules_by_field only for keys whose values are dicts."
             raise UnsupportedValue(error_text(heading, found=found, fix=fix))
     first = array.values[0]
@@ -274,7 +274,7 @@ def _check_fields(array: ObjectArray, rules: Mapping[Hashable, ObjectRule]) -> N
     wrong += [f"a rule for {field!r}, which no value has" for field in rules if field not in first]
     if wrong:
         fix = "Give one rule for each field; the rule drop_objects leaves its field out."
-        raise TreeError(error_text(f"rules_by_field: rules don't fit {array.key!r}", offenders=wrong, fix=fix))
+        raise TreeError(error_text(f"rules_by_field: rules do not fit {array.key!r}", offenders=wrong, fix=fix))
 
 
 def _column(array: ObjectArray, field: Hashable, rule: ObjectRule, shape: Shape) -> Sequence[Any]:

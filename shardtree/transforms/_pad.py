@@ -49,7 +49,7 @@ def _unpad(shard: ShardedTensor, length: int, axis: int) -> ShardedTensor:
     length = integer(f"unpad_tensors: {shard.key!r}", "length", length)
     if not 0 <= length <= shard.local_shape[at]:
         expected = f"0 to {shard.local_shape[at]}, its length along axis {at}"
-        heading = f"unpad_tensors: {shard.key!r} can't be cut to this length"
+        heading = f"unpad_tensors: {shard.key!r} cannot be cut to this length"
         raise ShapeError(error_text(heading, found=length, expected=expected))
     return resized(shard, shard.key, at, length, None if shard.data is None else shard.data.narrow(at, 0, length))
 

@@ -70,7 +70,7 @@ def _owners(leaves: list[tuple[TreePath, Any]], parameters: Mapping[str, Any]) -
             lines.append(f"{name!r}: {owner}")
     if lines:
         fix = "Remove them with `partition`, or name them after their parameters."
-        heading = "map_params: states that can't be related to a parameter"
+        heading = "map_params: states that cannot be related to a parameter"
         raise TreeError(error_text(heading, offenders=lines, fix=fix))
     return {path: states[key].parameter for path, key in keys.items() if key in states}
 

@@ -92,7 +92,7 @@ def rebox(tree: Tree, data: Tree) -> Tree:
     flatten_visible(tree)
     new = _rebox(tree, data, (), places, shapes)
     if places or shapes:
-        heading, fix = "rebox: the data doesn't fit the sharded tree", "Pass the tree that the data was loaded for."
+        heading, fix = "rebox: the data does not fit the sharded tree", "Pass the tree that the data was loaded for."
         kind = TreeError if places else ShapeError
         raise kind(error_text(heading, offenders=[*places, *shapes], fix=fix))
     return new

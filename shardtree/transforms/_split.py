@@ -128,7 +128,7 @@ def _lengths(shard: ShardedTensor, count: int, sizes: Sequence[int] | None, at: 
     if len(lengths) != count or sum(lengths) != length or any(size < 0 for size in lengths) or not in_groups:
         expected = f"{count} sizes that add up to {length}" + (f", all divisible by {groups}" if groups > 1 else "")
         fix = "Pass sizes=[...], one for each name." if sizes is None else None
-        heading = f"split_tensor: {shard.key!r}, {shard.local_shape}, can't be split into these sizes along axis {at}"
+        heading = f"split_tensor: {shard.key!r}, {shard.local_shape}, cannot be split into these sizes along axis {at}"
         raise ShapeError(error_text(heading, found=lengths, expected=expected, fix=fix))
     return lengths
 
@@ -207,7 +207,7 @@ def _members(tree: Flat, names: Sequence[str]) -> dict[tuple[str, ...], dict[str
 
 def _add(own: dict[str, tuple[str, ShardedTensor]], name: str, entry: str, shard: ShardedTensor) -> None:
     if name in own:
-        fix = "Join whole tensors: several boxes of one tensor can't be distinguished."
+        fix = "Join whole tensors: several boxes of one tensor cannot be distinguished."
         raise TreeError(error_text(f"merge_tensors: {shard.key!r} occurs twice", fix=fix))
     own[name] = entry, shard
 
@@ -230,7 +230,7 @@ def _merge(key: str, shards: Sequence[ShardedTensor], axis: int, groups: int) ->
         expected = f"a multiple of {groups}, the number of groups"
         raise ShapeError(
             error_text(
-                f"merge_tensors: lengths along axis {at} don't divide into groups", expected=expected, offenders=uneven
+                f"merge_tensors: lengths along axis {at} do not divide into groups", expected=expected, offenders=uneven
             )
         )
     pieces = None if shards[0].data is None else _pieces([shard.data for shard in shards], at, groups)

@@ -108,7 +108,7 @@ _MOST_DIGITS = 18
 def _add(group: _Group, number: int, entry: str, shard: ShardedTensor) -> None:
     check_plain("stack_layers", shard)
     if number in group:
-        fix = "Stack whole tensors: several boxes of one tensor can't be distinguished."
+        fix = "Stack whole tensors: several boxes of one tensor cannot be distinguished."
         raise TreeError(error_text(f"stack_layers: {shard.key!r} occurs twice", fix=fix))
     group[number] = entry, shard
 

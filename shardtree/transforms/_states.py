@@ -191,7 +191,7 @@ def map_tensors(
 def stuck(doing: str, lines: Sequence[str]) -> TreeError:
     """Return the error for states that can't follow their parameters."""
     fix = "Remove these states with `select`; for numbered states, load with LoadOptions(parameter_names=[...])."
-    return TreeError(error_text(f"{doing}: states that can't follow their parameters", offenders=lines, fix=fix))
+    return TreeError(error_text(f"{doing}: states that cannot follow their parameters", offenders=lines, fix=fix))
 
 
 def renamed_states(doing: str, keys: Collection[str], names: Mapping[str, str]) -> dict[str, str]:
@@ -221,7 +221,7 @@ def renamed_states(doing: str, keys: Collection[str], names: Mapping[str, str]) 
             continue
         name = state.of(names[state.parameter])
         if name is None:
-            wrong.append(f"{key!r}: its parameter {names[state.parameter]!r} isn't under {state.root!r} any more")
+            wrong.append(f"{key!r}: its parameter {names[state.parameter]!r} is not under {state.root!r} any more")
         else:
             new[key] = name
     if wrong:
@@ -268,7 +268,7 @@ def _namer(group: _Group) -> Callable[[str, Any, str], tuple[str, Any]]:
         key = kind.of(parameter)
         if key is None:
             found, expected = f"its parameter's new key {parameter!r}", f"a key that begins with {kind.root!r}"
-            heading = f"the state {first.key!r} can't follow its parameter"
+            heading = f"the state {first.key!r} cannot follow its parameter"
             raise TreeError(error_text(heading, found=found, expected=expected))
         new, origin = replace(leaf, key=key), origins[entry_of(entry).place]
         name = renamed(origin, group[origin][0], new)

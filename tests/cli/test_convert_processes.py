@@ -85,5 +85,5 @@ def test_where_one_is_killed_the_other_says_so_and_one_process_resumes(folder: P
     (status, output, errors), killed = both(str(DYING), *words(folder, tmp_path / "b"))
     assert killed[0] in (-SIGKILL, 128 + SIGKILL)
     assert (status, output) == (2, "")
-    assert "can't reach its peers" in errors and "Traceback" not in errors
+    assert "cannot reach its peers" in errors and "Traceback" not in errors
     check_resumed(folder, tmp_path / "b")

@@ -42,7 +42,7 @@ def test_a_tensor_that_an_index_lists_and_no_file_has_is_named_with_the_reason(
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     done = run(words[0], tmp_path, *words[1:])
     assert (done.exit_code, done.stdout) == (2, "")
-    reason = "'lm_head.weight': 'model.safetensors.index.json' lists it, and 'x.safetensors' doesn't have it"
+    reason = "'lm_head.weight': 'model.safetensors.index.json' lists it, and 'x.safetensors' does not have it"
     assert reason in done.stderr, done.stderr
 
 
@@ -161,7 +161,7 @@ def test_only_the_values_that_are_asked_for_are_read() -> None:
         ("model.weight[0, 0, 0]", "too many indices"),
         ("model.weight[99]", "outside of the tensor"),
         ("model.weight[a]", "found 'a'"),
-        ("model.weight[]", "isn't an index"),
+        ("model.weight[]", "is not an index"),
     ],
 )
 def test_what_cannot_be_shown_of_a_tensor_is_told(folder: Path, typed: str, message: str) -> None:

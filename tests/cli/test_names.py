@@ -80,8 +80,8 @@ def test_what_is_no_floating_point_dtype_is_told(typed: str) -> None:
 @pytest.mark.parametrize(
     ("text", "typed", "message"),
     [
-        (FUNCTIONS, "f.py:keep_norm", "f.py: 'keep_norm' isn't there. Did you mean 'keep_norms'?"),
-        (FUNCTIONS, "f.py:RATE", "'RATE' isn't a function. There is keep_norms, misspelt, restarted."),
+        (FUNCTIONS, "f.py:keep_norm", "f.py: 'keep_norm' is not there. Did you mean 'keep_norms'?"),
+        (FUNCTIONS, "f.py:RATE", "'RATE' is not a function. There is keep_norms, misspelt, restarted."),
         (FUNCTIONS, "f.py", "is not FILE.py:NAME"),
         (FUNCTIONS, "g.py:f", "there is no file 'g.py'"),
         ("\n\ndef f(:", "f.py:f", "f.py, line 3: SyntaxError"),

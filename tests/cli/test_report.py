@@ -93,7 +93,7 @@ def test_damage_has_status_1_and_is_shown(folder: Path) -> None:
 def test_a_damaged_index_leaves_the_damage(folder: Path) -> None:
     flip(next(folder.rglob("index-*")), 200)
     page = report(folder, status=1)
-    assert "The contents aren't shown, since the checkpoint can't be opened." in page.texts
+    assert "The contents are not shown, since the checkpoint cannot be opened." in page.texts
 
 
 def test_two_checkpoints_and_their_differences(folder: Path) -> None:
@@ -116,14 +116,14 @@ def test_without_verify_no_tensor_is_read(folder: Path) -> None:
     for path in folder.rglob("*-of-*"):
         path.write_bytes(bytes(path.stat().st_size))
     page = report(folder, folder.parent / "copy", "--no-verify")
-    assert f"{folder} wasn't checked for damage" in page.texts
+    assert f"{folder} was not checked for damage" in page.texts
 
 
 def test_damage_keeps_values_from_being_compared(folder: Path) -> None:
     shutil.copytree(folder, folder.parent / "copy")
     flip(data_file(folder), data_file(folder).stat().st_size - 1)
     page = report(folder, folder.parent / "copy", status=1)
-    assert "The checkpoints can't be compared." in page.texts
+    assert "The checkpoints cannot be compared." in page.texts
 
 
 def test_keys_are_text(tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ def test_a_format_without_a_check_says_what_was_not_checked(folder: Path, monkey
     out = folder.parent / "r.html"
     done = run("report", folder, "-o", out)
     assert done.exit_code == 2
-    assert f"shardtree report: {folder} wasn't checked for damage, since its format can't be." in done.stderr
+    assert f"shardtree report: {folder} was not checked for damage, since its format cannot be." in done.stderr
     assert "no strategy for verify" in done.stderr and "--no-verify" in done.stderr
     assert done.stdout.endswith(f"written: {out}\n") and "model.weight" in out.read_text()
     assert run("report", folder, "-o", out, "--no-verify").exit_code == 0

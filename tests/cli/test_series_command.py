@@ -128,7 +128,7 @@ def test_a_step_that_is_being_saved_stays_with_status_1(tmp_path: Path) -> None:
     tree = {"w": st.ShardedTensor.from_rank_offsets("w", torch.zeros(4))}
     request = series.save(tree, 1, overwrite=True, async_sharded_save=True)
     done = run("series", "prune", str(tmp_path), "--keep-last", "1", "--yes")
-    assert done.exit_code == 1 and "can't be removed: a save to it is in progress" in done.stdout
+    assert done.exit_code == 1 and "cannot be removed: a save to it is in progress" in done.stdout
     assert numbers(str(tmp_path)) == [1, 3]
     request.abandon()
 

@@ -38,7 +38,7 @@ def test_a_full_stdout_is_trouble_in_one_line_and_a_closed_one_is_quiet(folder: 
     takes_folder = words[:1] in (["inspect"], ["verify"])
     words = [*words[:1], *([str(folder)] if takes_folder else []), *words[1:]]
     full = process(*words, shell="> /dev/full")
-    assert (full.returncode, full.stderr) == (2, "shardtree: stdout can't be written: No space left on device\n")
+    assert (full.returncode, full.stderr) == (2, "shardtree: stdout cannot be written: No space left on device\n")
     closed = process(*words, shell="| true")
     assert closed.returncode in (0, 141) and closed.stderr == ""  # 0 where all was written before the reader left
 

@@ -29,7 +29,7 @@ OFFENCES: dict[str, Offence] = {
     "tree['optimizer']['lr']: 1 on rank 0, 2 on rank 1": Problem(("optimizer", "lr"), (), "1 on rank 0, 2 on rank 1"),
     "'w': not stored (did you mean 'v'?)": Unexpected("w", "v"),
     "'w': not stored as shards: it is a plain tensor of the common state at a.w": Unexpected("w", path="a.w"),
-    "'w': can't be read: it is packed": Unexpected("w", refusal="it is packed"),
+    "'w': cannot be read: it is packed": Unexpected("w", refusal="it is packed"),
     "'w': checkpoint has (4,) float32, target asks for (4, 2) int8": Mismatch("w", KIND, OTHER),
     "'w' at (2,): 1 of 2 elements are stored: rank 3 is missing": Gap("w", (2,), 1, 2, "rank 3 is missing"),
     "'w': it is packed": Refusal("w", "it is packed"),
@@ -38,7 +38,7 @@ OFFENCES: dict[str, Offence] = {
     "2 keys are stored with 'm.' before them: 'w' as 'm.w', and so on": PrefixDifference(
         ("w", "v"), ("m.w", "m.v"), "", "m."
     ),
-    "ShapeError: load: it doesn't fit": FailedCheck((0,), st.errors.ShapeError, "load: it doesn't fit"),
+    "ShapeError: load: it does not fit": FailedCheck((0,), st.errors.ShapeError, "load: it does not fit"),
     "'w': only values can tell": Undecided("w", "only values can tell"),
     "'w': rank 1 holds other elements than rank 0: no elements, or another dtype or shape": ReplicaDifference(
         "w", (1,), (0,), "[0:4]", None
@@ -46,7 +46,7 @@ OFFENCES: dict[str, Offence] = {
     "'w': (4,) float32 and (4, 2) int8": KindDifference("w", KIND, OTHER),
     "'w': 1 of 4 elements differ; the first at (2,): 1 and 3": ValueDifference("w", 1, 4, (2,), 1, 3, None),
     "0.bin, bytes 0 to 9: cut": Damage("0.bin", "cut", 0, 9),
-    "storage: folders can't be synced, so a power failure may lose the names of files that were just written: "
+    "storage: folders cannot be synced, so a power failure may lose the names of files that were just written: "
     "'/mnt'\n  found EPERM": StorageRefusal("sync", "/mnt", "EPERM"),
     "'w': 3 elements reach no output: [0:3]": traces.Problem("unused", "w", 3, "[0:3]"),
     "'w': 3 elements are 0, not 1": traces.Difference("w", 3, "0", "1"),

@@ -73,7 +73,7 @@ def check_walk(title: str, seen: dict[Place, int]) -> None:
     steps = steps_of(title)
     assert len(steps) == 6
     missing = [place for places in steps for place in places if place not in seen]
-    assert missing == [], "the walk doesn't come by"
+    assert missing == [], "the walk does not come by"
     firsts = [seen[places[0]] for places in steps]
     assert firsts == sorted(firsts), "steps come in another order"
 

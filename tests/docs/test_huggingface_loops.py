@@ -161,4 +161,4 @@ def test_trainer_reads_what_the_callback_writes() -> None:
     names = transformers.trainer.TRAINER_STATE_NAME, inspect.getsource(Trainer._load_rng_state)
     assert names[0] == "trainer_state.json", f"transformers.trainer.TRAINER_STATE_NAME has changed: {names[0]}"
     for name in ('"rng_state.pth"', 'f"rng_state_{process_index}.pth"', '["python"]', '["numpy"]', '["cpu"]'):
-        assert name in names[1], f"Trainer._load_rng_state has changed: it doesn't read {name}"
+        assert name in names[1], f"Trainer._load_rng_state has changed: it does not read {name}"

@@ -18,4 +18,4 @@ def saver() -> Iterator[Saver]:
 @pytest.fixture
 def strace() -> None:
     if not HAS_STRACE:
-        pytest.skip("NO SYSTEM CALL IS KILLED OR REFUSED: strace isn't here (apt-get install strace)")
+        pytest.skip("NO SYSTEM CALL IS KILLED OR REFUSED: strace is not here (apt-get install strace)")

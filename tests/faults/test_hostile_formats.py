@@ -218,7 +218,9 @@ def test_a_chunk_that_would_fill_the_memory_is_refused(name: str, tmp_path: Path
     fields, chunk = BOMBS[name]
     place = zarr_v2(tmp_path / "z", chunk(), **fields)
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(CheckpointingException, match=r"more bytes than a chunk has|a compressor that|can't be decoded"):
+    with pytest.raises(
+        CheckpointingException, match=r"more bytes than a chunk has|a compressor before|cannot be decoded"
+    ):
         st.load_plain_tensors(place)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - most < MOST_BYTES / 1024
 

@@ -38,7 +38,7 @@ def test_the_others_end_with_an_error_in_time(death: str, over_an_old_one: bool,
     who = int(death[0])
     assert [end["signal"] for end in ends] == [SIGKILL if rank == who else 0 for rank in range(3)], ends
     for end in ends[:who] + ends[who + 1 :]:
-        assert end["error"] == "WorldError" and "can't reach its peers" in end["text"], ends
+        assert end["error"] == "WorldError" and "cannot reach its peers" in end["text"], ends
         assert not end["silent"], ends
     before = OLD if over_an_old_one else None
     assert value_in(there) == (NEW if DEATHS[death] else before)

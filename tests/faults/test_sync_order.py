@@ -172,7 +172,7 @@ def commit_of(events: Sequence[Event], folder: str) -> int:
 def traced(tmp_path: Path, form: str, ranks: int, *, before: str = "", durable: bool = True) -> tuple[list[Event], str]:
     strace = shutil.which("strace")
     if strace is None:
-        pytest.skip("strace isn't installed")
+        pytest.skip("strace is not installed")
     folder = str(tmp_path / "step")
     script = tmp_path / "save_once.py"
     script.write_text(SAVE)

@@ -150,7 +150,7 @@ def test_torchs_own_readers_see_what_they_would_have_written(tmp_path: Path) -> 
     target = {"w": torch.zeros(2), "stats": defaultdict(list, {"b": [], "a": 0}), "groups": [OrderedDict(lr=0, wd=0)]}
     dcp.load(target, checkpoint_id=tmp_path / "ours")
     assert target["stats"] == TREE["stats"] and target["groups"] == TREE["groups"]
-    assert type(st.load_common_state_dict(tmp_path / "theirs")["stats"]) is dict, "torch doesn't say which it was"
+    assert type(st.load_common_state_dict(tmp_path / "theirs")["stats"]) is dict, "torch does not say which it was"
 
 
 # Records that nothing wrote

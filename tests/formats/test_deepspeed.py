@@ -105,7 +105,7 @@ def test_the_law_catches_parameters_in_the_order_of_the_model(monkeypatch: pytes
     kept = _flat.group_pieces
     broken = lambda key, params, vectors: kept(key, sorted(params), vectors)  # noqa: E731
     monkeypatch.setattr("shardtree.formats.deepspeed._contents.group_pieces", broken)
-    with pytest.raises(CorruptCheckpoint, match="rounded, isn't the weight"):
+    with pytest.raises(CorruptCheckpoint, match="rounded, is not the weight"):
         wrong_tensors(dataclasses.replace(SAVE, ranks=2, order="round robin"))
 
 
@@ -136,9 +136,9 @@ def test_a_permuted_or_copied_rank_file_is_refused(order: list[int]) -> None:
 def test_a_moment_is_refused_by_the_master_beside_it_and_the_file_is_named() -> None:
     folder = with_optimizers(SAVE, [1, 0, 2])
     target = st.load_tensors_metadata(folder)
-    with pytest.raises(CorruptCheckpoint, match=r"rank_0_.*optim_states.pt' isn't the file that was saved with these"):
+    with pytest.raises(CorruptCheckpoint, match=r"rank_0_.*optim_states.pt' is not the file that was saved with these"):
         st.load({"m": target["optimizer.state.exp_avg.a"]}, folder)
-    assert "isn't the file" in str(st.verify(folder, report=lambda found: None)[0])
+    assert "is not the file" in str(st.verify(folder, report=lambda found: None)[0])
     assert st.load({"w": target["c"]}, folder)["w"].shape == (2, 2)  # weights need no masters
 
 
@@ -179,9 +179,9 @@ def test_a_permuted_file_of_zero3_is_refused_by_the_padding_in_its_moments(order
         assert st.load_plain_tensors(folder).keys() == SAVE.expected().keys()
         return
     assert len(st.load_plain_tensors(folder, options=LoadOptions(verify=None))) == len(SAVE.expected())
-    with pytest.raises(CorruptCheckpoint, match=r"rank_\d.* isn't its rank's file: .* has the zeros"):
+    with pytest.raises(CorruptCheckpoint, match=r"rank_\d.* is not its rank's file: .* has the zeros"):
         st.load_plain_tensors(folder)
-    assert "isn't its rank's file" in str(st.verify(folder, report=lambda found: None)[0])
+    assert "is not its rank's file" in str(st.verify(folder, report=lambda found: None)[0])
 
 
 def test_padding_that_decay_has_filled_tells_nothing() -> None:
@@ -189,7 +189,7 @@ def test_padding_that_decay_has_filled_tells_nothing() -> None:
 
 
 OPTIMIZER = "step_3/bf16_zero_pp_rank_{}_mp_rank_00_optim_states.pt"
-LACKING = r"lacks the optim_states|doesn't have one optimizer file"
+LACKING = r"lacks the optim_states|does not have one optimizer file"
 MODEL = "step_3/zero_pp_rank_2_mp_rank_00_model_states.pt"
 
 
@@ -197,7 +197,7 @@ MODEL = "step_3/zero_pp_rank_2_mp_rank_00_model_states.pt"
     ("stage", "file", "said"),
     [
         *((stage, OPTIMIZER.format(rank), LACKING) for stage in (1, 3) for rank in range(3)),
-        (3, MODEL, r"doesn't have one model file for each rank\n  found 2 files, expected 3"),
+        (3, MODEL, r"does not have one model file for each rank\n  found 2 files, expected 3"),
     ],
 )
 def test_a_missing_file_is_refused(stage: int, file: str, said: str) -> None:
@@ -301,5 +301,5 @@ def test_a_step_that_no_float_holds_is_refused_by_name() -> None:
         step_in_group(inner)
         inner["base_optimizer_state"]["param_groups"][0]["step"] = 10**400
 
-    with pytest.raises(UnsupportedValue, match="a number that float32 can't hold"):
+    with pytest.raises(UnsupportedValue, match="a number that float32 cannot hold"):
         st.load_plain_tensors(with_inner(change))

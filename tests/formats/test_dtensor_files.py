@@ -241,7 +241,7 @@ def test_another_rank_of_older_torch_is_seen_by_the_ranks_of_its_mesh() -> None:
 def test_sharded_tensors_of_fsdp1_are_named() -> None:
     made = Reduced(Global("torch.distributed._shard.sharded_tensor.api", "ShardedTensor"), ())
     folder = with_pickle(archive([]), lambda _: write_pickle({"w": made}, protocol=2))
-    with pytest.raises(UnsupportedValue, match="a ShardedTensor of FSDP1 can't be read"):
+    with pytest.raises(UnsupportedValue, match="a ShardedTensor of FSDP1 cannot be read"):
         st.open_checkpoint(folder)
 
 

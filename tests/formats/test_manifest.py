@@ -45,7 +45,7 @@ def unchecked(files: Files) -> tuple[st.strategies.Unchecked, ...]:
 
 def test_a_file_that_it_does_not_list_is_said() -> None:
     assert [(one.file, one.why) for one in unchecked(FILES | {"notes.txt": b"lr"})] == [
-        ("notes.txt", "integrity.json doesn't list it")
+        ("notes.txt", "integrity.json does not list it")
     ]
 
 

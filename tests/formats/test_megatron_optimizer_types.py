@@ -48,7 +48,7 @@ def test_flat_ranges_of_the_model_are_states_in_its_shapes() -> None:
 
 def test_their_masters_are_compared_too() -> None:
     folder = flat_folder(STATES | {"fp32_param": WEIGHT.roll(1)})
-    with pytest.raises(CorruptCheckpoint, match=r"'optimizer.state.fp32_param.w': in bfloat16 it isn't 'w'"):
+    with pytest.raises(CorruptCheckpoint, match=r"'optimizer.state.fp32_param.w': in bfloat16 it is not 'w'"):
         st.open_checkpoint(folder)["optimizer.state.exp_avg.w"].data.read()
 
 
@@ -118,7 +118,7 @@ def test_muon_beside_the_distributed_optimizer_keeps_its_groups_and_its_states_t
 
 @pytest.mark.parametrize("wanted", [True, False])
 def test_experts_of_muon_are_neither_joined_nor_split(wanted: bool, tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedValue, match="has optimizers that aren't distributed"):
+    with pytest.raises(UnsupportedValue, match="has optimizers that are not distributed"):
         model_space(with_muon(tmp_path), expert_parallel=wanted)
 
 

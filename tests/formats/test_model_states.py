@@ -75,7 +75,7 @@ def test_masters_that_arent_the_weights_are_refused_by_name() -> None:
 
 
 def test_a_conversion_is_refused_and_one_of_the_weights_is_not() -> None:
-    with pytest.raises(CorruptCheckpoint, match="don't belong to the weights"):
+    with pytest.raises(CorruptCheckpoint, match="do not belong to the weights"):
         st.convert(saved(BROKEN), MemoryStorage(), backend=("safetensors", 1))
     model = MemoryStorage()
     st.convert(saved(BROKEN), model, backend=("safetensors", 1), leave_out=["optimizer.**"])

@@ -251,7 +251,7 @@ def test_a_file_system_that_can_not_exchange_is_found_before_anything_is_written
 
     save(tmp_path / "step", OLD, "native")
     monkeypatch.setattr("shardtree.shell.storage._local_sibling.exchange_folders", refuse)
-    with pytest.raises(StrategyError, match="can't exchange two folders"):
+    with pytest.raises(StrategyError, match="cannot exchange two folders"):
         save(tmp_path / "step", NEW, "dcp", overwrite=True)
     assert value_in(tmp_path / "step") == OLD and os.listdir(tmp_path) == ["step"]
 

@@ -90,7 +90,7 @@ def test_a_save_that_is_killed_before_its_barrier_leaves_what_is_refused(tmp_pat
     assert [each.name for each in tmp_path.iterdir()] == ["tmp_plain"]
     assert {"model_0.pt", "model_1.pt"} <= {each.name for each in (tmp_path / "tmp_plain").iterdir()}
     assert not st.is_checkpoint(tmp_path / "plain")
-    with pytest.raises(CorruptCheckpoint, match="wasn't finished"):
+    with pytest.raises(CorruptCheckpoint, match="was not finished"):
         st.open_checkpoint(tmp_path / "tmp_plain")
 
 

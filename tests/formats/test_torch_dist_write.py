@@ -136,7 +136,7 @@ def test_what_is_stored_of_a_view_of_something_large_is_row_major_and_nothing_mo
 def test_a_file_that_rank_0_does_not_see_is_found() -> None:
     inner = MemoryStorage()
     storage = wrapped(inner, length=lambda name: None if name == "__1_0.distcp" else inner.length(name))
-    with pytest.raises(st.CheckpointingException, match=r"rank 0 doesn't see .*__1_0\.distcp.* as rank 1 wrote it"):
+    with pytest.raises(st.CheckpointingException, match=r"rank 0 does not see .*__1_0\.distcp.* as rank 1 wrote it"):
         st.simulate(2, lambda world: st.save(rows(world), storage, TORCH_DIST, world=world))
 
 

@@ -73,7 +73,7 @@ def hostile() -> Iterator[tuple[str, dict[str, bytes]]]:
     yield "blosc without a whole header", v2_files(blosc(N)[:15], plain)
     yield "lz4 of nothing", v2_files(pack("<I", N), {"id": "lz4"})
     yield "lz4 of a header's half", v2_files(b"\0\0", {"id": "lz4"})
-    yield "zstd of blocks that aren't there", v2_files(bytes.fromhex("28b52ffd60a00f0000ff"), {"id": "zstd"})
+    yield "zstd of blocks that are not there", v2_files(bytes.fromhex("28b52ffd60a00f0000ff"), {"id": "zstd"})
     yield "zstd of nothing", v2_files(b"", {"id": "zstd"})
 
 

@@ -175,7 +175,7 @@ def test_a_chunk_that_isnt_there_has_no_value_where_the_fill_value_is_null() -> 
     for how, node in nodes.items():
         whole, cut = folder(node), folder(node, chunks=half)
         assert torch.equal(st.load_plain_tensors(whole)["w"], VALUES)
-        why = f"2 of 4 elements are stored: a chunk isn't stored, and the array's fill_value is {how}\n"
+        why = f"2 of 4 elements are stored: a chunk is not stored, and the array's fill_value is {how}\n"
         for read in (
             st.load_plain_tensors,
             lambda place: st.open_checkpoint(place)["w"].data.read(),

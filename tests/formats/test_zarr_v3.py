@@ -263,7 +263,7 @@ HOSTILE: dict[str, dict[str, Any]] = {
     "transformers": {"storage_transformers": [{"name": "x"}]},
     "code": {"codecs": [{"name": "bytes"}, {"name": "numcodecs.pickle"}]},
     "code inside": inside([1, 1], {"name": "pickle"}),
-    "inner chunks that don't fit": inside([3, 6], LITTLE),
+    "inner chunks that do not fit": inside([3, 6], LITTLE),
     "more inner chunks than bytes": {"shape": [2**30, 6], **regular([2**30, 6]), **inside([1, 1], LITTLE)},
     "more chunks than can be counted": {"shape": [2**40, 6], **regular([1, 1])},
     "the key of another": {"attributes": {"shardtree": {"key": "layers"}}},

@@ -30,7 +30,7 @@ def main() -> int:
         say(f"{try_input(given.format, data)} calls gave a result")
         return 0
     if importlib.util.find_spec("atheris") is None:
-        say("atheris isn't installed: pip install 'shardtree[fuzz]'")
+        say("atheris is not installed: pip install 'shardtree[fuzz]'")
         return 2
     return run(given.format, given.minutes * 60, given.folder, given.seed)
 

@@ -229,7 +229,7 @@ def test_a_format_that_only_lists_is_told_of_without_figures() -> None:
     found = st.explain(asked(), FOLDER, strategies=table)
     assert found.reads[0].cost is None and found.ok is None
     assert [str(one) for one in found.undecided] == [
-        "'layers.0.weight': the format doesn't say whether it is stored whole"
+        "'layers.0.weight': the format does not say whether it is stored whole"
     ]
     assert not st.explain(asked(dtype=torch.int8), FOLDER, strategies=table).ok
 

@@ -81,7 +81,7 @@ def built(key: str, data: Any, replica_id: Any, flattened_range: Any) -> Any:
 
 
 def broken(key: str, data: Any, replica_id: Any, flattened_range: Any) -> Any:
-    raise ZeroDivisionError("it can't be built")
+    raise ZeroDivisionError("it cannot be built")
 
 
 def factory(build: Any) -> Callable[[Any], Any]:
@@ -299,15 +299,15 @@ def case(*trees: Any, **options: Any) -> Case:
 
 
 FAULTS: dict[str, tuple[Explain, Case]] = {
-    "targets aren't compared": (
+    "targets are not compared": (
         skipping("check_alike", lambda *_, **options: None),
         case({"a": whole("a")}, {"a": whole("a")}),
     ),
-    "keys aren't compared": (
+    "keys are not compared": (
         skipping("refuse_keys", lambda *_: None),
         case({"a": whole("a")}, strict="raise_all"),
     ),
-    "what isn't stored stays": (
+    "what is not stored stays": (
         skipping("leave_out", lambda target, *_: target),
         case({"a": whole("a"), "x": with_key("z")(whole("b"))}, strict="ignore_all"),
     ),
@@ -315,11 +315,11 @@ FAULTS: dict[str, tuple[Explain, Case]] = {
         skipping("asking_whole", lambda target, _: target),
         case({"a": torch.zeros(SHAPES["a"])}),
     ),
-    "tensors aren't looked at": (
+    "tensors are not looked at": (
         skipping("prospect", lambda *args, **options: replace(prospect(*args, **options), problems=())),
         case({"a": longer(whole("a"))}),
     ),
-    "objects aren't looked at": (
+    "objects are not looked at": (
         skipping("fit_objects", lambda *_: ObjectsFit()),
         case({"a": whole("a")}, object_rules={"gone": st.objects.drop_objects}),
     ),
@@ -327,7 +327,7 @@ FAULTS: dict[str, tuple[Explain, Case]] = {
         skipping("join_common", lambda *_: (None, Omissions())),
         case({"step": whole("c")}),
     ),
-    "memory isn't looked at": (
+    "memory is not looked at": (
         skipping("check_tensors", lambda *_, **options: None),
         case({"a": CHANGES["expanded"](whole("a"))}, donate=True),
     ),
@@ -389,7 +389,7 @@ def test_every_rank_that_fails_is_named_with_what_load_would_raise() -> None:
     found = explained(case({"a": whole("a")}, wrong, wrong, validate_access_integrity=False))
     (failed,) = found.failed
     assert (failed.ranks, failed.error, found.ok) == ((1, 2), st.errors.TreeError, False)
-    assert "ranks 1, 2: TreeError: join: target['step'] doesn't fit common['step']" in str(found)
+    assert "ranks 1, 2: TreeError: join: target['step'] does not fit common['step']" in str(found)
 
 
 def explained(case: Case) -> st.plans.Explanation:

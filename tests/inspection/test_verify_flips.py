@@ -180,7 +180,7 @@ def test_a_common_state_that_nothing_checks_is_unchecked() -> None:
     table = {row: default_strategies[row] for row in default_strategies if row != (VERIFY, *NATIVE)}
     reports: list[st.strategies.VerifyReport] = []
     assert st.verify(folder_of(files), report=reports.append, strategies=table) == ()
-    why = "the format safetensors 1 can't check a common state"
+    why = "the format safetensors 1 cannot check a common state"
     assert why in {one.why for one in reports[0].unchecked} and reports[0].sound is None
 
 
@@ -276,7 +276,7 @@ def test_files_of_which_a_row_says_nothing_are_unchecked() -> None:
 def test_without_a_report_the_log_says_what_was_not_checked(caplog: pytest.LogCaptureFixture) -> None:
     files = case("huggingface").files
     assert st.verify(folder_of(files)) == ()
-    assert "couldn't be checked: this format carries no checksums" in caplog.text
+    assert "could not be checked: this format carries no checksums" in caplog.text
     caplog.clear()
     assert st.verify(folder_of(case("native").files)) == ()
     assert caplog.text == ""

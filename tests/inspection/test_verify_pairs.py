@@ -172,7 +172,7 @@ def test_damaged_objects_beside_tensors_are_named(pair: Pair) -> None:
 @pytest.mark.parametrize("common", ["torch", "torch_dist", "dcp", "zarr"])
 def test_objects_that_no_load_could_read_are_refused(common: str) -> None:
     with pytest.raises(
-        UnsupportedValue, match=rf"'huggingface' stores only tensors, and backend '{common}' can't store"
+        UnsupportedValue, match=rf"'huggingface' stores only tensors, and backend '{common}' cannot store"
     ) as error:
         st.save(ALONE, MemoryStorage(), "huggingface", common)
     assert "'o/shard_0_1'" in str(error.value) and "common_strategy=('safetensors', 1)" in str(error.value)
@@ -267,4 +267,4 @@ def test_a_pair_keeps_the_promises_of_the_shards_format(pair: Pair) -> None:
         )
 
     report = check_strategy(*pair[0], strategies=TABLE, save=write, examples=1, only=PROMISES)
-    assert {"verify sees flipped bits, or says that it can't", "metadata says what was saved"} <= {*report.kept}
+    assert {"verify sees flipped bits, or says that it cannot", "metadata says what was saved"} <= {*report.kept}

@@ -299,7 +299,7 @@ def check_fsdp2(convert: Callable[[Any], Any], case: Case) -> None:
 def test_the_law_of_fsdp2_catches_cuts_from_left_to_right() -> None:
     placements = (_StridedShard(0, split_factor=2), Shard(0))
     uneven = Case(numbered((7,)), torch.arange(6).view(3, 2), ("dp", "tp"), placements)
-    with pytest.raises(ShapeError, match="the local tensor doesn't match its placements"):
+    with pytest.raises(ShapeError, match="the local tensor does not match its placements"):
         check_fsdp2(from_written, uneven)
 
 
@@ -332,7 +332,7 @@ def test_a_local_tensor_of_another_shape_is_refused() -> None:
     guessed = DTensor.from_local(numbered((2,)), slice_of_square(3, 1), [Shard(0)], shape=(5,), stride=(1,))
     short = DTensor.from_local(numbered((2,)), slice_of_square(2, 1), [Shard(0)], shape=(5,), stride=(1,))
     with pytest.raises(
-        ShapeError, match=r"the local tensor doesn't match its placements(.|\n)*\(3,\), this rank's part of \(5,\)"
+        ShapeError, match=r"the local tensor does not match its placements(.|\n)*\(3,\), this rank's part of \(5,\)"
     ):
         from_dtensors({"w": short})
     assert from_dtensors({"w": guessed})["w"].global_offset == (3,)

@@ -184,5 +184,5 @@ def test_the_law_of_slices_catches_ranks_that_are_sorted() -> None:
     ],
 )
 def test_ranks_without_parallel_ones_are_refused(ranks: list[int], outer: Mesh) -> None:
-    with pytest.raises(MetadataError, match="isn't a slice"):
+    with pytest.raises(MetadataError, match="is not a slice"):
         widened(Mesh(fsdp=len(ranks)).on_ranks(ranks), outer)

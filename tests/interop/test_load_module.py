@@ -274,7 +274,7 @@ def test_a_buffer_of_the_common_state_is_loaded() -> None:
     assert load_module(model, folder) == ModuleKeys((), ())
     assert model.running_mean.tolist() == [3.0, 3.0] and int(model.num_batches_tracked) == 7
     st.save(shards | {**rest, "running_mean": torch.ones(5)}, folder, overwrite=True)
-    with pytest.raises(ShapeError, match="'running_mean' doesn't fit"):
+    with pytest.raises(ShapeError, match="'running_mean' does not fit"):
         load_module(model, folder)
 
 

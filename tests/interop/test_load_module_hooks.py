@@ -349,7 +349,7 @@ def test_what_a_hook_raises_is_named(register: str, hook: Any, error: Any, text:
 def test_a_hook_is_given_another_dtype_on_request_alone() -> None:
     model = make(("Plain", ["doubles"], {}))
     folder = stored({"a": torch.full((2,), 0.5, dtype=torch.float64), "n": torch.tensor(1.0)})
-    with pytest.raises(ShapeError, match=r"'a' doesn't fit\n.*float64(?s:.*)cast=True\n?(?s:.*)asked for by doubles"):
+    with pytest.raises(ShapeError, match=r"'a' does not fit\n.*float64(?s:.*)cast=True\n?(?s:.*)asked for by doubles"):
         load_module(model, folder)
     load_module(model, folder, cast=True)
     assert model.a.tolist() == [1, 1] and model.a.dtype == torch.float32

@@ -89,7 +89,7 @@ def test_a_range_reaches_factories_that_take_one() -> None:
 
 def test_a_range_for_a_factory_that_takes_none_is_refused() -> None:
     ours = from_megatron([old.ShardedTensorFactory("w", torch.zeros(4, 3), rows, torch.cat)])[0]
-    with pytest.raises(UnsupportedValue, match=r"'w'.*can't build flat ranges"):
+    with pytest.raises(UnsupportedValue, match=r"'w'.*cannot build flat ranges"):
         replace(ours, flattened_range=slice(0, 12)).build()
 
 

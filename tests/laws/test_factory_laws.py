@@ -64,8 +64,8 @@ def cut_by_dtype(factory: ShardedTensorFactory) -> ShardedTensorFactory:
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        (swapped, "merge doesn't undo build for 'w'"),
-        (forgetful, "merge doesn't undo build for 'optimizer"),
+        (swapped, "merge does not undo build for 'w'"),
+        (forgetful, "merge does not undo build for 'optimizer"),
         (cut_by_dtype, "is cut differently from 'w'"),
     ],
 )

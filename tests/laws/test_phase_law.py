@@ -298,17 +298,17 @@ Act = Callable[..., Any]
 SPOILT: dict[str, tuple[str, Callable[[dict[str, Any]], Any]]] = {
     "save: no tree": ("save: prepare", lambda good: good["w"]),
     "save: no data": ("save: prepare", lambda good: {**good, "w": good["w"].without_data()}),
-    "save: a value that can't be stored": ("save: describe shards", lambda good: {**good, "step": threading.Lock()}),
-    "save: an object that can't be stored": (
+    "save: a value that cannot be stored": ("save: describe shards", lambda good: {**good, "step": threading.Lock()}),
+    "save: an object that cannot be stored": (
         "save: plan",
         lambda good: {**good, "own": ShardedObject("own", threading.Lock(), (1,), (0,))},
     ),
     "load: no tree": ("load: prepare", lambda good: good["w"]),
-    "load: a key that isn't stored": (
+    "load: a key that is not stored": (
         "load: check the target",
         lambda good: {**good, "v": ShardedTensor.from_rank_offsets("v", torch.ones(1))},
     ),
-    "load: an object that isn't stored": (
+    "load: an object that is not stored": (
         "load: check the target",
         lambda good: {**good, "own": ShardedObject("own", None, (1,), (0,))},
     ),

@@ -146,7 +146,7 @@ def check_refused(load: Callable[[], Any], error: type[Exception], message: str)
     except error as refusal:
         assert re.search(message, str(refusal)), f"the error says: {refusal}"
         return
-    raise AssertionError(f"loaded what isn't stored: {loaded}")
+    raise AssertionError(f"loaded what is not stored: {loaded}")
 
 
 def check_uncovered(strategies: Strategies) -> None:
@@ -198,7 +198,7 @@ FILLING: Strategies = {
 
 @pytest.mark.parametrize("check", [check_uncovered, *(partial(check_unstored, kind=kind) for kind in UNSTORED)])
 def test_the_law_catches_zeros_for_what_is_not_stored(check: Callable[[Strategies], None]) -> None:
-    with pytest.raises(AssertionError, match="loaded what isn't stored"):
+    with pytest.raises(AssertionError, match="loaded what is not stored"):
         check(FILLING)
 
 

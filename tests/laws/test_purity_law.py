@@ -227,7 +227,7 @@ def test_no_property_changes_its_value(name: str) -> None:
 
 def test_every_public_function_has_a_call() -> None:
     assert without_a_call(FUNCTIONS) == set(), "give them examples, or calls in CALLS"
-    assert CALLS.keys() - FUNCTIONS == set(), "these aren't public any more"
+    assert CALLS.keys() - FUNCTIONS == set(), "these are not public any more"
 
 
 def test_a_function_without_a_call_is_found() -> None:

@@ -167,9 +167,9 @@ def forgets_rows(shard: ShardedTensor) -> StoredForm:
 
 
 FAULTS: list[tuple[Lens, str]] = [
-    (plain_rows, "boxes don't agree"),
-    (swapped, "merge doesn't undo build"),
-    (twice, "build doesn't undo merge"),
+    (plain_rows, "boxes do not agree"),
+    (swapped, "merge does not undo build"),
+    (twice, "build does not undo merge"),
     (by_dtype, "is cut differently"),
     (only_with_data, "without data"),
     (forgets_rows, "are on no rank"),

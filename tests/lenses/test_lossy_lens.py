@@ -86,7 +86,7 @@ def test_rows_of_zeros_keep_them_too() -> None:
         (quantised(by_power, off=2.0), 0, most, "lose more than `lossy` allows"),
         (quantised(by_largest), 0, most, "not idempotent: loaded tensors are stored differently, on 'w"),
         (quantised(lambda rows: by_power(rows) * torch.nan), 0, most, "lose more than `lossy` allows"),
-        (quantised(by_power), 1, most, "the lens doesn't commute with cuts on 'w', box (6, 4) at (0, 0)"),
+        (quantised(by_power), 1, most, "the lens does not commute with cuts on 'w', box (6, 4) at (0, 0)"),
     ],
     ids=["a bound too small", "scales off by an octave", "scales that move", "no numbers", "a cut through the rows"],
 )

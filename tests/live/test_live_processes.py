@@ -133,7 +133,7 @@ def test_trainers_to_disjoint_engines_and_back(relay: bool, with_plan: bool) -> 
             most, taken = promised[rank] - before, got[rank][way][1]
             assert most <= BOUND + (32 * MIB if way == 0 and rank > 3 else 0)
             assert taken <= most + SLACK, f"way {way}, rank {rank}: {taken / MIB:.1f} MiB, not {most / MIB:.1f}"
-            assert taken >= most - MIB, "the measure doesn't see what is there"
+            assert taken >= most - MIB, "the measure does not see what is there"
 
 
 def test_the_measure_catches_a_copy() -> None:
@@ -173,7 +173,7 @@ def dies(world: World, heard: Any) -> None:
     try:
         updated(world, transport=exchange)
     except WorldError as error:
-        heard[world.rank] = "all_gather: rank 5 of 6 didn't take part;" in str(error)
+        heard[world.rank] = "all_gather: rank 5 of 6 did not take part;" in str(error)
 
 
 @pytest.mark.slow

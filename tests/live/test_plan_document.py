@@ -42,13 +42,13 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "no transfers": (lambda document: document.pop("transfers"), "KeyError: 'transfers'"),
     "a fraction": (lambda document: document["transfers"].update(source=[0.5] * 6), "'source' has float64 values"),
     "a lost row": (lambda document: document["transfers"]["hop"].pop(), "different lengths"),
-    "a shard of no tensor": (lambda document: document["source"]["shards"].update(key=[0, 1]), "isn't listed"),
+    "a shard of no tensor": (lambda document: document["source"]["shards"].update(key=[0, 1]), "is not listed"),
     "no such dtype": (lambda document: document["source"]["tensors"][0].update(dtype="nn"), "no dtype 'nn'"),
     "a box elsewhere": (
         lambda document: document["transfers"].update(offset=[[40, 40]] * 6),
-        "doesn't fill its target",
+        "does not fill its target",
     ),
-    "no such shard": (lambda document: document["transfers"].update(source=[9] * 6), "shards that don't exist"),
+    "no such shard": (lambda document: document["transfers"].update(source=[9] * 6), "shards that do not exist"),
     "twice": (lambda document: document["target"]["tensors"].append(document["target"]["tensors"][0]), "twice"),
 }
 
@@ -64,7 +64,7 @@ def test_what_is_not_a_plan_is_refused(what: str) -> None:
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", "7", "[" * 100_000])
 def test_what_is_not_a_document_is_refused(text: str) -> None:
-    with pytest.raises(MetadataError, match=r"the text isn't a readable plan"):
+    with pytest.raises(MetadataError, match=r"the text is not a readable plan"):
         ReshardPlan.from_json(text)
 
 

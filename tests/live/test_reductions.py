@@ -155,7 +155,7 @@ def test_elements_that_no_rank_or_two_would_count_are_named(replica_ids: tuple[i
         shard = st.ShardedTensor.from_rank_offsets("w", torch.ones(2), replica_id=replica_ids[world.rank])
         return tree_norm({"w": shard}, world=world)
 
-    with pytest.raises(IntegrityError, match=r"reduce_elements: the ranks don't hold each element .* once\n  'w'"):
+    with pytest.raises(IntegrityError, match=r"reduce_elements: the ranks do not hold each element .* once\n  'w'"):
         st.simulate(2, reduced)
 
 

@@ -103,7 +103,7 @@ def test_an_integer_that_does_not_fit_is_an_error(value: int, before: torch.dtyp
     trees, target = [{"w": ShardedTensor.from_rank_offsets("w", data)}], torch.zeros(2, dtype=after)
     shardtree.reshard(trees, [{"w": ShardedTensor.from_rank_offsets("w", target)}], cast=True)
     trees = [{"w": ShardedTensor.from_rank_offsets("w", torch.tensor([1, value], dtype=before))}]
-    with pytest.raises(shardtree.errors.ShapeError, match=f"reshard: 'w' can't be converted[\\s\\S]*{value}"):
+    with pytest.raises(shardtree.errors.ShapeError, match=f"reshard: 'w' cannot be converted[\\s\\S]*{value}"):
         shardtree.reshard(trees, [{"w": ShardedTensor.from_rank_offsets("w", target)}], cast=True)
 
 

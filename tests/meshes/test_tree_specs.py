@@ -39,7 +39,7 @@ class Module:
     b: Any
 
     def __call__(self, key: str, leaf: Any) -> PartitionSpec:
-        raise AssertionError("a module isn't a function of specs")
+        raise AssertionError("a module is not a function of specs")
 
 
 Named = namedtuple("Named", "w b")
@@ -146,7 +146,7 @@ def test_the_law_catches_places_that_are_looked_up_by_index(monkeypatch: pytest.
 
     monkeypatch.setattr(_prefixes, "entries", indexed)
     finds_own_specs({"p": [W, (B, W)]})
-    with pytest.raises(MetadataError, match="specs have entries that the tree doesn't have"):
+    with pytest.raises(MetadataError, match="specs have entries that the tree does not have"):
         finds_own_specs({"p": Keyed(W, B)})
 
 
@@ -163,14 +163,14 @@ def test_the_law_catches_places_that_are_looked_up_by_index(monkeypatch: pytest.
 def test_specs_for_what_is_not_in_the_tree_are_all_named(specs: Any, places: list[str]) -> None:
     """A tensor's rows and a text's letters are no places, though both have an index."""
     for tree in (Layer(W, B), Keyed(W, B), {"w": W, "b": "text"}):
-        with pytest.raises(MetadataError, match="specs have entries that the tree doesn't have") as caught:
+        with pytest.raises(MetadataError, match="specs have entries that the tree does not have") as caught:
             st.shard(tree, MESH, specs)
         assert str(caught.value).splitlines()[1:-1] == [f"  {place}" for place in places]
 
 
 @pytest.mark.parametrize("specs", [{0: COLUMNS, "w": ROWS, 1: ROWS}, {-1: WHOLE, 0: WHOLE}])
 def test_a_place_has_one_spec_and_positions_count_from_the_front(specs: Any) -> None:
-    with pytest.raises(MetadataError, match="specs have entries that the tree doesn't have"):
+    with pytest.raises(MetadataError, match="specs have entries that the tree does not have"):
         st.shard(Named(W, B), MESH, specs)
 
 

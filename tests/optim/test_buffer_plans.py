@@ -129,7 +129,7 @@ def test_the_law_of_holders_catches(broken: type[BufferPlan]) -> None:
     ("places", "buckets", "words"),
     [
         ([("w", (4,), 0, 0)], [(0, 4), (5, 8)], "bucket 1 starts at 5, expected 4"),
-        ([("w", (4,), 0, 0)], [(0, 5)], "can't be cut in 2"),
+        ([("w", (4,), 0, 0)], [(0, 5)], "cannot be cut in 2"),
         ([("w", (4,), 0, 0), ("b", (2,), 0, 3)], [(0, 6)], "'b' starts at 3, expected at least 4"),
         ([("w", (4,), 0, 0)], [(0, 2), (2, 4)], "'w' ends at 4, its bucket at 2"),
     ],

@@ -142,7 +142,7 @@ def test_by_ids_another_number_of_groups_is_an_error() -> None:
     storage = st.storage.MemoryStorage()
     st.save({"o": st.optim.optim_state_to_sharding_state(state_dict(), PARAMS)}, storage)
     one = {"state": {}, "param_groups": [{"lr": 0.0, "params": [0, 1]}]}
-    with pytest.raises(TreeError, match=r"target\['o'\]\['param_groups'\] doesn't fit"):
+    with pytest.raises(TreeError, match=r"target\['o'\]\['param_groups'\] does not fit"):
         st.load({"o": st.optim.optim_state_to_sharding_state(one, PARAMS)}, storage)
 
 

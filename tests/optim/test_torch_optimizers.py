@@ -202,7 +202,7 @@ def test_lbfgs_gets_a_clear_answer() -> None:
 
     optimizer.step(loss)
     params = {0: st.ShardedTensor.from_rank_offsets("w", param)}
-    with pytest.raises(CheckpointingException, match="such as those of LBFGS, can't be sharded by parameter") as caught:
+    with pytest.raises(CheckpointingException, match="those of LBFGS, cannot be sharded by parameter") as caught:
         st.optim.optim_state_to_sharding_state(optimizer.state_dict(), params)
     for words in (
         "'old_dirs[0]' of state[0] ('w'): (6,), the parameter has (3, 2)",

@@ -86,7 +86,7 @@ def test_a_run_at_step_0_opens_as_its_ranks_hold_it(layout, tmp_path):
 def test_what_megatron_core_saved_wrong_is_refused_and_what_it_saved_right_loads(tmp_path):
     one_bucket = '{"dp": 2, "bucket": 1000000}'
     run(tmp_path, '{"dp": 2}', "train:a,save full:wrong", one_bucket, "train:b,save full:right,save:b")
-    with pytest.raises(CorruptCheckpoint, match="don't belong to the weights"):
+    with pytest.raises(CorruptCheckpoint, match="do not belong to the weights"):
         states(tmp_path / "wrong")
     assert {key for damage in st.verify(tmp_path / "wrong", report=lambda _: None) for key in damage.keys} >= {
         "optimizer.state.param.decoder.layers.mlp.linear_fc1.weight",

@@ -16,7 +16,7 @@ pytest.importorskip("emerging_optimizers")
 pytestmark = [
     pytest.mark.peers,
     pytest.mark.slow,
-    pytest.mark.skipif(INSTALLED < (0, 17), reason="0.16 takes an emerging_optimizers that isn't on PyPI"),
+    pytest.mark.skipif(INSTALLED < (0, 17), reason="0.16 takes an emerging_optimizers that is not on PyPI"),
 ]
 
 SCRIPT = Path(__file__).parent / "scripts" / "megatron_muon.py"

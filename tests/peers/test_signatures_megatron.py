@@ -18,7 +18,7 @@ pytest.importorskip("megatron.core.dist_checkpointing")
 
 OTHERWISE = {
     "AsyncRequest": "there a function of one process and its arguments; here what is still to do on a world's ranks",
-    "ShardedTensor.from_rank_offsets": "**init_kwargs are fields by name; here the one that isn't an argument already",
+    "ShardedTensor.from_rank_offsets": "**init_kwargs are fields by name; here the one that is not an argument already",
 }
 """Names whose parameters differ on purpose."""
 

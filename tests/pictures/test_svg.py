@@ -89,4 +89,4 @@ def test_a_lens_shows_where_rows_go() -> None:
     ends = [(one.block, one.start, one.rows, one.to_start) for one in flow.streams]
     assert ends == [(0, 0, 4, 0), (0, 4, 4, 8), (1, 0, 4, 4), (1, 4, 4, 12)]
     (padding,) = picture("padding").rows[0]
-    assert isinstance(padding, Flow) and padding.streams[-1].title.endswith("isn't stored")
+    assert isinstance(padding, Flow) and padding.streams[-1].title.endswith("is not stored")

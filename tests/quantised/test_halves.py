@@ -99,11 +99,11 @@ def test_a_pattern_may_fit_a_weight_that_is_quantised_already() -> None:
 
 
 def test_patterns_without_a_form_that_weights_get_are_refused() -> None:
-    with pytest.raises(MetadataError, match="recode: also doesn't fit"):
+    with pytest.raises(MetadataError, match="recode: also does not fit"):
         recode(torch.bfloat16, also=["**.weight"])
-    with pytest.raises(KeyMismatch, match="recode: also: the patterns aren't a list of strings\n  found '\\*\\*'"):
+    with pytest.raises(KeyMismatch, match="recode: also: the patterns are not a list of strings\n  found '\\*\\*'"):
         recode(FORMS["fp8_rows"], also="**")
-    with pytest.raises(ShapeError, match=r"recode: `to` isn't a floating-point dtype\n  found torch\.int8"):
+    with pytest.raises(ShapeError, match=r"recode: `to` is not a floating-point dtype\n  found torch\.int8"):
         recode(torch.int8)
 
 

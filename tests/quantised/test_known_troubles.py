@@ -50,7 +50,7 @@ def test_1664_of_32768_codes_of_mxfp8_dont_come_back_from_bfloat16() -> None:
     again = fault.quantise(fault.dequantise(made))
     assert torch.equal(fault.dequantise(again)["w"], fault.dequantise(made)["w"])  # the same numbers
     words = (
-        "recoding 'w' doesn't come back in codes and scales\n.*1664 of 32768 elements differ.*\n.*52 of 1024 elements"
+        "recoding 'w' does not come back in codes and scales\n.*1664 of 32768 elements differ.*\n.*52 of 1024 elements"
     )
     with pytest.raises(AssertionError, match=words):
         check_quantised(fault, made, same_codes=True)
@@ -80,7 +80,7 @@ def test_scales_that_are_off_by_an_octave_are_found(name: str, octave: int) -> N
     *_, scale = form.keys("w")
     bytewise = made[scale].dtype is torch.uint8
     made[scale] = made[scale] + octave if bytewise else made[scale] * 2.0**octave
-    with pytest.raises(AssertionError, match="scales aren't the values' own"):
+    with pytest.raises(AssertionError, match="scales are not the values' own"):
         check_quantised(form, made, expected={"w": weight})
 
 
@@ -89,7 +89,7 @@ def test_ks_scales_with_vs_values_are_found() -> None:
     made = BLOCKS.quantise({"k": k, "v": v})
     assert list(check_quantised(BLOCKS, made, expected={"k": k, "v": v})) == ["k", "v"]
     made["k_scale_inv"], made["v_scale_inv"] = made["v_scale_inv"], made["k_scale_inv"]
-    with pytest.raises(AssertionError, match=r"scales aren't the values' own: .* of 'k'"):
+    with pytest.raises(AssertionError, match=r"scales are not the values' own: .* of 'k'"):
         check_quantised(BLOCKS, made, expected={"k": k, "v": v})
 
 
@@ -99,7 +99,7 @@ def test_one_byte_tensors_arent_taken_for_fp8(dtype: torch.dtype) -> None:
     made["w"] = made["w"].view(dtype)
     found = str(dtype).removeprefix("torch.")
     with pytest.raises(
-        AssertionError, match=rf"'w' isn't stored as fp8_blocks\n.*{found} \(300, 200\), not float8_e4m3fn"
+        AssertionError, match=rf"'w' is not stored as fp8_blocks\n.*{found} \(300, 200\), not float8_e4m3fn"
     ):
         check_quantised(BLOCKS, made)
     tree = {key: st.ShardedTensor.from_rank_offsets(key, each) for key, each in made.items()}
@@ -114,7 +114,7 @@ def test_scales_that_stay_whole_while_values_are_cut_are_found() -> None:
         return {"w": made["w"][shard.global_slice()], "w_scale_inv": made["w_scale_inv"]}
 
     assert check_quantised(BLOCKS, made, held=lambda shard: held(BLOCKS, shard, made))
-    with pytest.raises(AssertionError, match=r"aren't cut together: .*\n.*'w_scale_inv'"):
+    with pytest.raises(AssertionError, match=r"are not cut together: .*\n.*'w_scale_inv'"):
         check_quantised(BLOCKS, made, held=fault)
 
 
@@ -125,7 +125,7 @@ def test_other_ranks_scales_of_the_same_shape_are_found() -> None:
         own = held(FORMS["fp8_rows"], shard, made)
         return own | {"w_scale": made["w_scale"][: len(own["w_scale"])]}
 
-    with pytest.raises(AssertionError, match="values and scales of 'w' aren't cut together: 'w_scale'"):
+    with pytest.raises(AssertionError, match="values and scales of 'w' are not cut together: 'w_scale'"):
         check_quantised(FORMS["fp8_rows"], made, held=fault)
 
 
@@ -210,7 +210,7 @@ def test_a_cut_through_blocks_is_refused_before_anything_is_stored(rows: int, ra
     weight = torch.ones(rows, 128)
     to_fp8 = recode(BLOCKS, also=["w"])
     for rank in range(ranks):
-        with pytest.raises(ShapeError, match="'w' isn't cut into whole blocks"):
+        with pytest.raises(ShapeError, match="'w' is not cut into whole blocks"):
             to_fp8(st.shard_at({"w": weight}, st.Mesh(tp=ranks), st.P("tp"), rank))
     parts = to_fp8(st.shard_at({"w": weight[:384]}, st.Mesh(tp=3), st.P("tp"), 1))
     assert parts["w"].global_offset == (128, 0)

@@ -184,7 +184,7 @@ def test_a_save_after_a_load_is_quantised_again(folder: MemoryStorage) -> None:
         st.load(target | {"x": st.ShardedTensor.from_rank_offsets("x", torch.zeros(2))}, folder)
     with pytest.raises(RuntimeError, match="a lens that fails"):
         st.load({"w": as_factory(st.ShardedTensor.from_rank_offsets("w", WHOLE.clone()), failing)}, folder)
-    with pytest.raises(UnsupportedValue, match="aren't finite"):
+    with pytest.raises(UnsupportedValue, match="are not finite"):
         st.save(target, MemoryStorage())
 
 

@@ -166,7 +166,7 @@ def check_wrong_clock(policy: Policy, steps: Sequence[SavedStep], odd: SavedStep
     ahead = replace(odd, time=max(step.time for step in steps) + 86_400.0)
     kept = set(policy([*others, ahead]))
     assert kept - {odd.number} == set(policy(others)), "the other steps' times are what they were"
-    assert odd.number in kept, "its true time isn't known"
+    assert odd.number in kept, "its true time is not known"
 
 
 @given(by_time, listings().filter(lambda steps: len(steps) > 1), some.data())

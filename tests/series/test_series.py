@@ -117,7 +117,7 @@ def test_a_checkpoint_of_one_file_is_listed_and_stays(tmp_path: Path) -> None:
     series = st.CheckpointSeries(tmp_path, "step_{}.safetensors")
     series.save(tree(), 2, options=NOT_SYNCED)
     assert numbers(series) == [1, 2]
-    assert series.plan_removal(st.retention.keep_last(1)).kept[1] == ("can't be removed: it is a single file",)
+    assert series.plan_removal(st.retention.keep_last(1)).kept[1] == ("cannot be removed: it is a single file",)
 
 
 def test_another_spelling_of_a_step_is_the_same_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -228,8 +228,8 @@ def test_a_removal_that_fails_after_a_save_is_a_warning_and_is_tried_again(caplo
     series = st.CheckpointSeries(watched(MemoryStorage(), before=refuse), keep=st.retention.keep_last(1))
     for number in range(3):
         series.save(tree(), number)
-    assert numbers(series) == [2], "the rest isn't listed any more"
-    assert "a step is saved, and others couldn't be removed: series: steps under" in caplog.text
+    assert numbers(series) == [2], "the rest is not listed any more"
+    assert "a step is saved, and others could not be removed: series: steps under" in caplog.text
     broken.clear()
     series.save(tree(), 3)
     assert numbers(series) == [3] and series.clean() == ()
@@ -283,8 +283,8 @@ def test_links_are_left_alone(tmp_path: Path) -> None:
     os.symlink(moved, tmp_path / "run" / "step_00000002" / "metadata.json")
     plan = series.plan_removal(st.retention.keep_last(1))
     assert plan.going == ()
-    assert plan.kept[1] == ("can't be removed: its folder is a link",)
-    assert plan.kept[2] == ("can't be removed: some of its files are links",)
+    assert plan.kept[1] == ("cannot be removed: its folder is a link",)
+    assert plan.kept[2] == ("cannot be removed: some of its files are links",)
     assert series.remove(plan) == () and numbers(series) == [1, 2, 3]
     (folder,) = (tmp_path / "run" / "step_00000003").glob("save-*")
     os.symlink(folder.rename(tmp_path / "elsewhere" / folder.name), folder)
@@ -292,7 +292,7 @@ def test_links_are_left_alone(tmp_path: Path) -> None:
     assert plan.kept[3][0] == "the newest"
     saved(tmp_path / "run", 4)
     plan = series.plan_removal(st.retention.keep_steps([2]))
-    assert plan.kept[3] == ("can't be removed: some of its files are links",), "a folder of files is one, too"
+    assert plan.kept[3] == ("cannot be removed: some of its files are links",), "a folder of files is one, too"
 
 
 @pytest.fixture
@@ -308,7 +308,7 @@ def test_a_step_that_is_being_saved_again_stays(live: bytes) -> None:
     series = saved(root, 1, 2)
     plan = series.plan_removal(st.retention.keep_last(1))
     root.write(f"step_00000001/{SAVE_ID}/owner.json", [memoryview(live)], durable=False)
-    assert series.plan_removal(st.retention.keep_last(1)).kept[1] == ("can't be removed: a save to it is in progress",)
+    assert series.plan_removal(st.retention.keep_last(1)).kept[1] == ("cannot be removed: a save to it is in progress",)
     assert series.remove(plan) == ()
     release(SAVE_ID)
     assert series.remove(series.plan_removal(st.retention.keep_last(1))) == (1,)
@@ -332,7 +332,7 @@ def test_a_record_that_cannot_be_read_keeps_its_step(root: Storage, caplog: pyte
     for data in (b"{", b"[]", b'{"step_record":2,"time":1,"metrics":{},"pinned":false,"removing":[]}'):
         root.replace("step_00000001/shardtree-step.json", data, durable=False)
         assert series.plan_removal(st.retention.keep_last(1)).kept[1] == ("pinned",)
-        with pytest.raises(st.errors.CorruptCheckpoint, match=r"isn't a record of a step|not valid JSON"):
+        with pytest.raises(st.errors.CorruptCheckpoint, match=r"is not a record of a step|not valid JSON"):
             series.note(1, {"loss": 2.0})
     assert root.read("step_00000001/shardtree-step.json").startswith(b'{"step_record":2')
 
@@ -343,7 +343,7 @@ def test_a_damaged_step_of_ours_can_go_and_one_of_others_stays(tmp_path: Path) -
     for number in (1, 2):
         (tmp_path / f"step_0000000{number}" / "metadata.json").write_bytes(b"{]")
     plan = series.plan_removal(st.retention.keep_last(1))
-    assert "isn't known which files" in plan.kept[2][0]
+    assert "is not known which files" in plan.kept[2][0]
     assert "in progress" in plan.kept[1][0], "its save may be about to be committed"
     for path in (tmp_path / "step_00000001").rglob("*"):
         os.utime(path, (1e9, 1e9))

@@ -236,7 +236,7 @@ def test_a_server_without_ranges_is_named(server: Server) -> None:
     st.save(tree(rows=4096), at())
     server.ranges = False
     for place in (at(), f"{server.url}/bucket/runs"):
-        with pytest.raises(StorageError, match="doesn't support Range"):
+        with pytest.raises(StorageError, match="does not support Range"):
             loaded(place, rows=4096)
 
 

@@ -330,7 +330,7 @@ def test_the_report_is_an_error_of_ours() -> None:
     with pytest.raises(AssertionError) as raised:
         check_resume(partial(make, Kind()), step, save, loaded_with(lose_steps), layouts=[1, 2])
     lines = str(raised.value).splitlines()
-    assert lines[0] == "check_resume: the resumed job isn't the one that was saved"
+    assert lines[0] == "check_resume: the resumed job is not the one that was saved"
     assert lines[1].startswith("  1 rank → 1 rank: 'embed', 'norm', 'up', 'down', 'head': step: not restored; found 0")
     assert lines[-1].startswith("  Not restored: store this state")
     assert set(CUT) == {"up", "down"}

@@ -211,7 +211,7 @@ FAULTS: dict[Fault, str] = {
     passes_over_conditions: "replaces a file only while",
     lists_deep_in_any_case: "list the existing files",
     reads_too_far: "reads up to the end of the file",
-    writes_behind: "(?s)all or nothing.*count as a checkpoint, but aren't whole",
+    writes_behind: "(?s)all or nothing.*count as a checkpoint, but are not whole",
 }
 
 

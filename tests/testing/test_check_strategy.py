@@ -327,7 +327,7 @@ NATIVE_FAULTS: dict[str, tuple[StrategyAction, Fault, str, str]] = {
         Save,
         hasty,
         DEATHS,
-        r"dies at \w+ of .*: the remains count as a checkpoint, but aren't whole",
+        r"dies at \w+ of .*: the remains count as a checkpoint, but are not whole",
     ),
     "writes while it prepares": (Save, eager, "nothing is written before the request runs", "preparing wrote"),
     "removes too much": (
@@ -339,8 +339,8 @@ NATIVE_FAULTS: dict[str, tuple[StrategyAction, Fault, str, str]] = {
     "claims to have verified all": (
         StrategyAction.VERIFY,
         lambda checkpoint: tuple(Checked(name, 1) for name in native(StrategyAction.LIST_FILES)(checkpoint)),
-        "verify sees flipped bits, or says that it can't",
-        "doesn't see byte",
+        "verify sees flipped bits, or says that it cannot",
+        "does not see byte",
     ),
     "lists a file of others": (
         StrategyAction.LIST_FILES,
@@ -348,7 +348,7 @@ NATIVE_FAULTS: dict[str, tuple[StrategyAction, Fault, str, str]] = {
         "the checkpoint's files are listed, and no others",
         r"lists \['notes.txt'\]",
     ),
-    "expects what doesn't go wrong": (
+    "expects what does not go wrong": (
         Metadata,
         lambda checkpoint: replace(
             native(Metadata)(checkpoint),
@@ -364,7 +364,7 @@ NATIVE_FAULTS: dict[str, tuple[StrategyAction, Fault, str, str]] = {
         "many ranks, axes and elements come back",
         "more than a megabyte",
     ),
-    "clears what it doesn't fill": (
+    "clears what it does not fill": (
         Load,
         loading(beside),
         "loads write what is asked for, and no more",
@@ -397,7 +397,7 @@ NATIVE_FAULTS: dict[str, tuple[StrategyAction, Fault, str, str]] = {
     "lists nothing": (
         Metadata,
         lambda checkpoint: {},
-        "what doesn't fit is an error",
+        "what does not fit is an error",
         "another shape: raised KeyMismatch",
     ),
     "turns flat ranges round": (
@@ -416,7 +416,7 @@ NATIVE_FAULTS: dict[str, tuple[StrategyAction, Fault, str, str]] = {
     "goes on where a file is cut": (
         Load,
         tolerant,
-        "what is left of a cut file isn't loaded as if it were whole",
+        "what is left of a cut file is not loaded as if it were whole",
         "half of .*: ",
     ),
     "writes lists for tuples": (
@@ -425,11 +425,11 @@ NATIVE_FAULTS: dict[str, tuple[StrategyAction, Fault, str, str]] = {
         "the common state comes back as it was",
         "a tuple: rank 0 found",
     ),
-    "parses to what can't be sent": (
+    "parses to what cannot be sent": (
         StrategyAction.PARSE,
         lambda checkpoint: lambda: 0,
         PARSED,
-        "the result can't be sent to other ranks",
+        "the result cannot be sent to other ranks",
     ),
     "resolves on one rank alone": (
         StrategyAction.RESOLVE,

@@ -286,7 +286,7 @@ class OtherError(QueueWorld):
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"), [(Patient, "it doesn't end"), (GoesOnAlone, "rank 0 goes on"), (OtherError, "Empty")]
+    ("kind", "said"), [(Patient, "it does not end"), (GoesOnAlone, "rank 0 goes on"), (OtherError, "Empty")]
 )
 def test_a_dead_rank_that_nobody_hears_of_is_told(kind: type[QueueWorld], said: str) -> None:
     check_world(partial(run_threads, kind, 3))
@@ -311,7 +311,7 @@ def test_ranks_that_make_other_calls_do_not_hang_it() -> None:
             return super().all_gather(value) if self.rank else [value] * self.size
 
     with pytest.raises(
-        AssertionError, match="Ranks are numbered from 0: it doesn't end within 2 seconds; pass hangs_after="
+        AssertionError, match="Ranks are numbered from 0: it does not end within 2 seconds; pass hangs_after="
     ):
         check_world(partial(run_threads, Deaf, 3), hangs_after=2)
 
@@ -342,7 +342,7 @@ def test_processes_that_hang_end_with_the_program(tmp_path: Path) -> None:
     script = tmp_path / "hangs.py"
     script.write_text(HANGING)
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0 and "it doesn't end within 5 seconds" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and "it does not end within 5 seconds" in done.stdout, done.stdout + done.stderr
 
 
 def test_a_world_of_one_cannot_be_checked() -> None:

@@ -113,7 +113,7 @@ FAULTS: dict[str, tuple[JobState, tuple[str, ...], str, str]] = {
         "scaled by 4",
     ),
     "a moment divided by it": (at(("a", "exp_avg"), lambda moment: moment / 8), ("a",), "exp_avg", "scaled by 1/8"),
-    "half of a tensor isn't restored": (
+    "half of a tensor is not restored": (
         at(("a", "weight"), lambda w: torch.cat([w[:3], FRESH.values["a", "weight"][3:]])),
         ("a",),
         "weight",

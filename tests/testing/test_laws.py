@@ -70,7 +70,7 @@ def test_the_law_of_layouts_catches_halves_described_as_rows() -> None:
         (lambda local, rank, ranks: as_rows(local, 0, 2 * ranks), "saved on 1 rank: .* of 'w' are on no rank"),
         (
             lambda local, rank, ranks: replace(as_rows(local, rank, ranks), key=f"w.{ranks}"),
-            r"saved on 1 rank, loaded on 2: 'w.2' isn't stored; stored are \['w.1'\]",
+            r"saved on 1 rank, loaded on 2: 'w.2' is not stored; stored are \['w.1'\]",
         ),
     ],
 )
@@ -99,10 +99,10 @@ def test_a_factory_that_does_not_store_its_padding_is_a_lens(fill: float) -> Non
 
 def test_padding_that_is_not_the_fill_does_not_come_back() -> None:
     wrong = replace(padded(), data=torch.ones(8, 2))
-    with pytest.raises(AssertionError, match="merge doesn't undo build for 'embedding': 6 of 16 elements differ"):
+    with pytest.raises(AssertionError, match="merge does not undo build for 'embedding': 6 of 16 elements differ"):
         check_factory(wrong)
     states = [torch.ones(8, 2)]
-    with pytest.raises(AssertionError, match=r"merge doesn't undo build for 'optimizer\.state\.0\.embedding'"):
+    with pytest.raises(AssertionError, match=r"merge does not undo build for 'optimizer\.state\.0\.embedding'"):
         check_factory(padded(), states=states)
     check_factory(padded(), states=[states[0] * padded().data.clamp(max=1)])
 
@@ -144,12 +144,12 @@ def sliding(factory: ShardedTensorFactory) -> ShardedTensorFactory:
 
 
 FAULTS: dict[str, tuple[Callable[[ShardedTensorFactory], ShardedTensorFactory], str]] = {
-    "remembered": (remembering, r"build doesn't undo merge for 'w': 'w' at built\[0\]\[0\]: 6 of 6 elements differ"),
+    "remembered": (remembering, r"build does not undo merge for 'w': 'w' at built\[0\]\[0\]: 6 of 6 elements differ"),
     "cut by dtype": (cut_by_dtype, "'optimizer.state.1.w' is cut differently from 'w'"),
     "in the caller's memory": (writing, "building 'w' changed the factory's tensor"),
     "a range that slides": (
         sliding,
-        r"'w' on slice\(2, 7, None\) isn't that part of the whole: "
+        r"'w' on slice\(2, 7, None\) is not that part of the whole: "
         r"'w'\[0, 0\] is element 2, of the whole it is element 0",
     ),
 }

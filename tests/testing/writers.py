@@ -157,6 +157,6 @@ def put(storage: Storage, name: str, value: Any) -> None:
     try:
         torch.save(value, out)
     except KeyError as error:
-        raise UnsupportedValue("torch.save can't write a dtype") from error
+        raise UnsupportedValue("torch.save cannot write a dtype") from error
     storage.make_folder(name.rpartition("/")[0], durable=False)
     storage.write(name, [out.getbuffer()], durable=False)

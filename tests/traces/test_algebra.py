@@ -162,7 +162,7 @@ def test_a_trace_has_an_inverse_exactly_when_it_is_one_to_one(seed: int) -> None
             assert found.then(back) == identity(tensors)
             assert back.then(replace_tied(found)) == identity(outputs)
     else:
-        with pytest.raises(TraceError, match="isn't one to one"):
+        with pytest.raises(TraceError, match="is not one to one"):
             found.inverse()
         if max(often) == 1:
             back = found.inverse(drop=True)

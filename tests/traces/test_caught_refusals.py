@@ -119,7 +119,7 @@ def test_an_error_of_a_rule_is_remembered(monkeypatch: pytest.MonkeyPatch) -> No
 
     with pytest.raises(
         TraceError,
-        match=r"(?s)caught trace errors.*flip can't be recorded for 'a': these arguments are not supported: no such",
+        match=r"(?s)caught trace errors.*flip cannot be recorded for 'a': these arguments are not supported: no such",
     ):
         st.trace(load, GIVEN)
 

@@ -40,7 +40,7 @@ def test_parts_that_are_no_cuts_are_caught(monkeypatch: pytest.MonkeyPatch) -> N
 
     cut = law.localized
     monkeypatch.setattr(law, "localized", lambda found, name, offset, shape: cut(found, name, [0] * len(shape), shape))
-    with pytest.raises(AssertionError, match="a part isn't a cut of the whole"):
+    with pytest.raises(AssertionError, match="a part is not a cut of the whole"):
         check_trace(lambda tensors: {"a": tensors["w"]}, GIVEN)
 
 

@@ -181,7 +181,7 @@ def test_what_an_engine_on_meta_holds_itself_isn_t_known(load: Loader) -> None:
     ("advice", "load"),
     [
         ("torch.where", lambda p, given: given["w"].masked_fill(given["w"] > 3, 0)),
-        ("an index that isn't read", lambda p, given: p.data.scatter_(0, given["w"].long(), 1.0)),
+        ("an index that is not read", lambda p, given: p.data.scatter_(0, given["w"].long(), 1.0)),
         ("torch.maximum", lambda p, given: given["w"].max()),
         ("torch.minimum", lambda p, given: given["w"].amin(0)),
     ],

@@ -66,7 +66,7 @@ def check_numbers(one: float, other: float, key: Callable[[Any], Any]) -> None:
         assert made[0] != made[1]
     halves = traced(lambda tensors: torch.cat([tensors["w"][:2] * one, tensors["w"][2:] * other]))
     eager = torch.cat([GIVEN["w"][:2] * one, GIVEN["w"][2:] * other])
-    assert torch.equal(bits_of(halves(GIVEN)["out"]), bits_of(eager)), "moves aren't joined where they differ"
+    assert torch.equal(bits_of(halves(GIVEN)["out"]), bits_of(eager)), "moves are not joined where they differ"
 
 
 def test_the_law_of_numbers_catches_a_comparison_by_value(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,10 +235,10 @@ def test_out_that_is_empty_gets_the_result_s_shape(function: Callable[..., torch
 
 def test_out_of_another_shape_or_dtype_is_refused() -> None:
     with pytest.raises(
-        TraceError, match=r"out= can't be recorded for 'w': its shape is \[5\], and the result's \[4, 3\]"
+        TraceError, match=r"out= cannot be recorded for 'w': its shape is \[5\], and the result's \[4, 3\]"
     ):
         traced(lambda tensors: torch.mul(tensors["w"], 2, out=torch.zeros(5)))
-    with pytest.raises(TraceError, match="the result is float32, which torch doesn't cast to int32"):
+    with pytest.raises(TraceError, match="the result is float32, which torch does not cast to int32"):
         traced(lambda tensors: torch.mul(tensors["w"], 2, out=torch.zeros(4, 3, dtype=torch.int32)))
 
 
@@ -312,7 +312,7 @@ def test_an_expanded_view_is_refused_where_torch_refuses_it_and_by_what_happened
 
     with pytest.raises(RuntimeError, match="refers to a single memory location"):
         run(GIVEN)
-    with pytest.raises(TraceError, match="writing can't be recorded for 'w': elements of the view share a place"):
+    with pytest.raises(TraceError, match="writing cannot be recorded for 'w': elements of the view share a place"):
         traced(run)
 
 

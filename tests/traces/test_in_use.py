@@ -85,7 +85,7 @@ def test_flat_ranges_plain_tensors_and_other_keys_load(folder: Any) -> None:
 
 def test_another_shape_or_dtype_is_refused_unless_it_is_cast(folder: Any) -> None:
     wrong = {"norm": st.ShardedTensor.from_rank_offsets("norm", torch.empty(6, dtype=torch.float64))}
-    with pytest.raises(ShapeError, match="the trace's 'norm' doesn't fit the target"):
+    with pytest.raises(ShapeError, match="the trace's 'norm' does not fit the target"):
         st.load(wrong, folder, transform=found())
     assert torch.equal(st.load(wrong, folder, transform=found(), cast=True)["norm"], MODEL["norm"].double())
     with pytest.raises(MetadataError, match="found function"):
@@ -194,7 +194,7 @@ def test_explain_says_why_a_load_through_a_trace_fails(folder: Any) -> None:
         told = st.explain(wrong, folder, **arguments)
         assert told.ok is False
         assert [problem.text.partition("\nat ")[0] for problem in told.problems] == [str(caught.value)]
-    with pytest.raises(MetadataError, match="traces doesn't fit\\n  found 1, expected one for each of 2 targets"):
+    with pytest.raises(MetadataError, match="traces does not fit\\n  found 1, expected one for each of 2 targets"):
         st.explain_ranks([wrong, wrong], folder, transform=[found()])
 
 

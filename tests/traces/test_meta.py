@@ -210,7 +210,7 @@ def test_attributes_that_code_assigns_are_put_back() -> None:
     assert {*found.outputs} == {"kv", "replaced"}
     assert model.w_kc is None and model.replaced.data_ptr() == memory
     assert type(model.replaced) is torch.nn.Parameter and not model.replaced.any()
-    assert not hasattr(model, "w_vc"), "what wasn't there is taken out"
+    assert not hasattr(model, "w_vc"), "what was not there is taken out"
 
 
 def test_small_things_are_told_as_they_are() -> None:

@@ -96,7 +96,7 @@ def shifted_state(trainer: Trainer, lenses: Mapping[str, Lens], plan: BufferPlan
     """Return the tree of a rank that takes its buffers for ones without gaps."""
     wrong, model, rank = without_gaps(plan), sharded_model(trainer, lenses), trainer.place.dp_rank
     if rank:  # optimizers that have a tensor for each parameter know how much of it a rank has, and then it's an error
-        with pytest.raises(st.errors.TreeError, match=r"aren't shaped like their parameters"):
+        with pytest.raises(st.errors.TreeError, match=r"are not shaped like their parameters"):
             saved_state(trainer, lenses, wrong)
     masters = flat_shards(wrong, rank, trainer.parts, model, prefix=MASTER)
     return {**saved_state(trainer, lenses, plan), "masters": masters}
@@ -230,7 +230,7 @@ def test_a_checkpoint_says_what_a_fresh_optimizer_wants() -> None:
         assert len(wanted(told)) > 50
         less = {key: leaf for key, leaf in stored.items() if key != "optimizer.state.exp_avg.position.weight"}
         told = abstract_optim_state_from_metadata(state, pieces, less, exclude_keys="fp32_param")
-        assert wanted(told) < wanted(expected), "the planted fault: a state that isn't stored"
+        assert wanted(told) < wanted(expected), "the planted fault: a state that is not stored"
 
 
 def wanted(tree: Any) -> set[Any]:

@@ -316,7 +316,7 @@ def test_names_in_groups_that_cannot_follow_are_refused() -> None:
     with pytest.raises(TreeError, match=r"'param_groups.0.params': 'h.0.w' may be 'a.h.0.w' or 'b.h.0.w'"):
         transforms.keep_layers(two, "a.h", [0])
     state = {"m": shard("model.a", vector(1)), "o": {"param_groups": [{"params": ["a"]}]}}
-    with pytest.raises(TreeError, match=r"'c' isn't under 'model\.'"):
+    with pytest.raises(TreeError, match=r"'c' is not under 'model\.'"):
         transforms.partial_rename(state, {"model.a": "c"})
 
 

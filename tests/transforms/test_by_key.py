@@ -49,7 +49,7 @@ def test_names_of_fields_and_errors() -> None:
     assert names == {"opt": Pair("opt.first", ["opt.second.0"])}
     with pytest.raises(MetadataError, match="map_with_path"):
         map_with_path({}, {})  # type: ignore[arg-type]
-    with pytest.raises(TreeError, match="tree 2 doesn't have the structure"):
+    with pytest.raises(TreeError, match="tree 2 does not have the structure"):
         map_with_path(lambda path, *leaves: leaves, {"a": 1}, {"b": 1})
     with pytest.raises(ZeroDivisionError) as caught:
         map_with_path(lambda path, leaf: 1 // leaf, {"a": 0})

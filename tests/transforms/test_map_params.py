@@ -89,7 +89,7 @@ def test_params_may_be_plain() -> None:
     ],
 )
 def test_a_state_that_is_nobodys_is_told(state: Any, line: str) -> None:
-    with pytest.raises(TreeError, match=f"map_params: states that can't be related to a parameter\n  {line}"):
+    with pytest.raises(TreeError, match=f"map_params: states that cannot be related to a parameter\n  {line}"):
         map_params(lambda leaf, _: leaf, state, {"a": {"w": torch.ones(2)}, "b": {"w": torch.ones(2)}})
 
 

@@ -130,5 +130,5 @@ def test_boxes_are_transposed_with_their_places() -> None:
 
 
 def test_a_fraction_is_refused_among_lazy_integers_too() -> None:
-    with pytest.raises(ShapeError, match=r"a tensor of torch\.int32 can't hold the padding 0\.5"):
+    with pytest.raises(ShapeError, match=r"a tensor of torch\.int32 cannot hold the padding 0\.5"):
         pad_tensors(lazily(flat(whole("i", torch.ones(2).int()))), ["i"], 3, fill=0.5)

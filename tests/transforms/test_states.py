@@ -144,7 +144,7 @@ UNRELATED: dict[str, tuple[dict[str, Any], Transform, str]] = {
         KEEP,
         r"'opt\.mu\.h\.1\.w': may belong to 'decoder\.h\.1\.w' or 'model\.h\.1\.w'",
     ),
-    "of a parameter that isn't there": (
+    "of a parameter that is not there": (
         {"model.h.1.w": W, "opt.mu.h.1.v": W},
         KEEP,
         r"'opt\.mu\.h\.1\.v': belongs to no parameter",
@@ -167,7 +167,7 @@ UNRELATED: dict[str, tuple[dict[str, Any], Transform, str]] = {
     "renamed out of its root": (
         {"model.w": W, "opt.mu.w": W},
         lambda tree: transforms.partial_rename(tree, {"model.w": "other.w"}),
-        r"'opt\.mu\.w': its parameter 'other\.w' isn't under 'model\.'",
+        r"'opt\.mu\.w': its parameter 'other\.w' is not under 'model\.'",
     ),
 }
 

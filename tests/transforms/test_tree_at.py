@@ -122,7 +122,7 @@ def test_several_nodes_take_as_many_values() -> None:
         (("opt", 0, "x"), r"not in the tree: tree\['opt'\]\[0\]\['x'\]\n  found a int"),
         (lambda tree: tree["x"], r"the node that the function looks up \(KeyError: 'x'\)"),
         (lambda tree: tree["model"]["w"].data, r"AttributeError: a leaf has no attribute 'data'"),
-        (lambda tree: 3, r"the function's result: a int, which isn't a node of the tree"),
+        (lambda tree: 3, r"the function's result: a int, which is no node of the tree"),
         (lambda tree: [], r"the function's result: no node at all"),
     ],
 )

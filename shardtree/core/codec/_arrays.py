@@ -172,7 +172,7 @@ def _decode_buffer(fields: dict[str, Any], child: Child, take: Take) -> BytesIO:
 def _take_bytes(fields: dict[str, Any], take: Take, length: int | None = None) -> memoryview:
     tag, shape, data = take(fields["entry"])
     if tag != "U8" or len(shape) != 1 or (length is not None and len(data) != length):
-        raise ValueError("the entry isn't plain bytes of the expected length")
+        raise ValueError("the entry is not plain bytes of the expected length")
     return data
 
 

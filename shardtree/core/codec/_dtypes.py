@@ -148,7 +148,7 @@ def kind_from_file(tag: str, shape: tuple[int, ...]) -> tuple[torch.dtype, tuple
     if tag not in _PAIRS_BY_TAG:
         return dtype_from_tag(tag), shape
     if not shape or shape[-1] % 2:
-        heading = f"shape: values of the safetensors tag {tag!r} can't be paired along the last axis"
+        heading = f"shape: values of the safetensors tag {tag!r} cannot be paired along the last axis"
         raise UnsupportedValue(error_text(heading, found=shape, expected="a last axis of an even length"))
     return _PAIRS_BY_TAG[tag], (*shape[:-1], shape[-1] // 2)
 
@@ -178,7 +178,7 @@ def check_storable(dtype: torch.dtype, what: str) -> None:
     """
     if dtype in _QUANTISED_DTYPES:
         fix = "Store tensor.dequantize(), or tensor.int_repr() with its scale and zero point beside it."
-        raise UnsupportedValue(error_text(f"{what}: quantised tensors can't be stored", found=dtype, fix=fix))
+        raise UnsupportedValue(error_text(f"{what}: quantised tensors cannot be stored", found=dtype, fix=fix))
 
 
 def bit_view(tensor: torch.Tensor) -> torch.Tensor:
@@ -300,7 +300,7 @@ def _no_bit_view(tensor: torch.Tensor) -> Exception:
     expected = "a contiguous tensor on the CPU"
     return MetadataError(
         error_text(
-            "bit_view: the tensor's memory can't be viewed as its bytes",
+            "bit_view: the tensor's memory cannot be viewed as its bytes",
             expected=expected,
             offenders=[fault for fault, is_wrong in wrong.items() if is_wrong],
         )

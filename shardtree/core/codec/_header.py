@@ -34,7 +34,7 @@ def canonical_json(value: Any) -> bytes:
     try:
         return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode("ascii")
     except (TypeError, ValueError, RecursionError) as error:
-        raise UnsupportedValue(error_text(f"the value can't be written as JSON: {error}")) from error
+        raise UnsupportedValue(error_text(f"the value cannot be written as JSON: {error}")) from error
 
 
 def parse_json(data: bytes | bytearray | memoryview, what: str) -> Any:
@@ -75,7 +75,7 @@ def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse_constant(text: str) -> NoReturn:
-    raise ValueError(f"{text} isn't a JSON number")
+    raise ValueError(f"{text} is not a JSON number")
 
 
 def _finite_float(text: str) -> float:
@@ -133,7 +133,7 @@ def byte_length(tag: str, shape: Iterable[int]) -> int:
         raise ValueError(f"unknown dtype {tag[:100]!r}")
     length, rest = divmod(element_count(shape) * _BITS[tag], 8)
     if rest:
-        raise ValueError(f"the elements of dtype {tag} don't fill whole bytes")
+        raise ValueError(f"the elements of dtype {tag} do not fill whole bytes")
     return length
 
 
@@ -193,7 +193,7 @@ def encode_header(
         text = header.encode("utf-8")
     except UnicodeEncodeError as error:
         near = header[max(0, error.start - 40) : error.start + 40]
-        fault = f"safetensors header: a name isn't valid Unicode, near {near!r}"
+        fault = f"safetensors header: a name is not valid Unicode, near {near!r}"
         raise MetadataError(error_text(fault, fix="Use names without lone surrogates.")) from None
     text += b" " * (-(_LENGTH_BYTES + len(text)) % alignment)
     if len(text) > _MAX_HEADER:
@@ -236,7 +236,7 @@ def _kind(entry: HeaderEntry) -> tuple[int, str]:
 
 
 def _tiling_problem(entry: HeaderEntry, end: int, length: int) -> str:
-    problem = "leaves a gap, overlaps the entry before, or isn't as long as its shape requires"
+    problem = "leaves a gap, overlaps the entry before, or is not as long as its shape requires"
     heading = f"safetensors header: entry {_short(entry.name)} {problem}"
     return error_text(heading, found=f"bytes {entry.start} to {entry.stop}", expected=f"bytes {end} to {end + length}")
 
@@ -266,7 +266,7 @@ def header_length(data: bytes | bytearray | memoryview, file_length: int) -> int
     # The check comes before the header is read: the number is from the file, and could claim 2**63 bytes.
     limit = min(file_length - _LENGTH_BYTES, _MAX_HEADER)
     if not 2 <= length <= limit:
-        heading = "safetensors header: the declared length of the header doesn't fit the file"
+        heading = "safetensors header: the declared length of the header does not fit the file"
         raise CorruptCheckpoint(error_text(heading, found=f"{length} bytes", expected=f"2 to {limit}"))
     return length
 
@@ -342,7 +342,7 @@ def decode_header_and_metadata(
         raise CorruptCheckpoint(error_text("safetensors header: not a JSON object"))
     metadata = fields.pop(_METADATA, {})
     if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
-        raise CorruptCheckpoint(error_text(f"safetensors header: {_METADATA} doesn't map strings to strings"))
+        raise CorruptCheckpoint(error_text(f"safetensors header: {_METADATA} does not map strings to strings"))
     lengths: dict[tuple[str, tuple[int, ...]], int] = {}  # models repeat few shapes in many layers
     entries = [_entry(name, spec, lengths) for name, spec in fields.items()]
     entries.sort(key=itemgetter(3, 4))
@@ -353,7 +353,7 @@ def decode_header_and_metadata(
             raise CorruptCheckpoint(_tiling_problem(entry, end, entry.stop - entry.start))
         end = entry.stop
     if data_start + end != file_length:
-        heading = "safetensors header: the entries don't end where the file does"
+        heading = "safetensors header: the entries do not end where the file does"
         raise CorruptCheckpoint(error_text(heading, found=f"{file_length} bytes", expected=f"{data_start + end} bytes"))
     return tuple(entries), data_start, metadata
 

@@ -117,7 +117,7 @@ def plainer(value: Any) -> str:
     base = next((kind for kind in (dict, list, deque) if isinstance(value, kind)), None)
     instead = "plain values made from it" if base is None else f"{base.__name__}(value)"
     return (
-        f"Store {instead}, or wrap it in LocalNonpersistentObject if it needn't be stored; "
+        f"Store {instead}, or wrap it in LocalNonpersistentObject if it need not be stored; "
         "SaveOptions(allow_pickle=True) stores it as a pickle, which runs code when it is loaded."
     )
 
@@ -216,7 +216,7 @@ def _member(record: Record, cls: type[Enum]) -> Enum:
 
 
 def _mismatch(record: Record, found: object, expected: object) -> UnsupportedValue:
-    heading = f"{record.type_name[:200]}: the class given in types doesn't fit the stored value"
+    heading = f"{record.type_name[:200]}: the class given in types does not fit the stored value"
     fix = "Leave the class out of types, and make the instance from the Record."
     return UnsupportedValue(error_text(heading, found=str(found)[:1000], expected=expected, fix=fix))
 

@@ -126,11 +126,11 @@ def _pickle_node(value: Any, path: TreePath, allow_pickle: bool) -> Node:
     if not allow_pickle:
         if isinstance(value, torch.Tensor):
             check_storable(value.dtype, what)
-        raise UnsupportedValue(error_text(f"{what} can't be stored", found=_describe(value), fix=plainer(value)))
+        raise UnsupportedValue(error_text(f"{what} cannot be stored", found=_describe(value), fix=plainer(value)))
     try:
         return {"$": "pickle", "entry": plain_blob(pickle.dumps(value, protocol=4))}
     except Exception as error:
-        what, fix = f"{what} can't be pickled: {type(error).__name__}: {str(error)[:200]}", "Store plain values."
+        what, fix = f"{what} cannot be pickled: {type(error).__name__}: {str(error)[:200]}", "Store plain values."
         raise UnsupportedValue(error_text(what, found=_describe(value), fix=fix)) from error
 
 
@@ -207,7 +207,7 @@ def decode_tree(data: bytes | bytearray | memoryview, *, types: Iterable[type] =
     left = {entry.name: (entry.tag, entry.shape, view[data_start:][entry.start : entry.stop]) for entry in entries}
     tag, shape, text = left.pop("structure", ("", (), memoryview(b"")))
     if tag != "U8" or len(shape) != 1:
-        raise CorruptCheckpoint(error_text("decode_tree: the entry 'structure' is missing or isn't plain bytes"))
+        raise CorruptCheckpoint(error_text("decode_tree: the entry 'structure' is missing or is not plain bytes"))
     structure = parse_json(text, "decode_tree: structure")
 
     # Each entry can be taken once: otherwise a small file could use an entry a million times, and fill the memory.
@@ -286,4 +286,4 @@ def _unpickle(fields: dict[str, Any], path: TreePath, reader: _Reader) -> Any:
         return pickle.loads(data)
     except Exception as error:
         reason = f"{type(error).__name__}: {str(error)[:200]}"
-        raise CorruptCheckpoint(error_text(f"decode_tree: {where} can't be unpickled: {reason}")) from error
+        raise CorruptCheckpoint(error_text(f"decode_tree: {where} cannot be unpickled: {reason}")) from error

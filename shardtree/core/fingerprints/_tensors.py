@@ -207,7 +207,7 @@ def add_fingerprints(parts: Iterable[Mapping[str, PartialFingerprint]]) -> dict[
         >>> add_fingerprints([partial_fingerprints([half])])
         Traceback (most recent call last):
         ...
-        shardtree.errors.IntegrityError: fingerprint: the parts don't make up whole tensors
+        shardtree.errors.IntegrityError: fingerprint: the parts do not make up whole tensors
           'w': 2 of 4 elements
           Pass the parts of all ranks, each once.
     """
@@ -228,7 +228,7 @@ def add_fingerprints(parts: Iterable[Mapping[str, PartialFingerprint]]) -> dict[
     if problems:
         raise IntegrityError(
             error_text(
-                "fingerprint: the parts don't make up whole tensors",
+                "fingerprint: the parts do not make up whole tensors",
                 offenders=[f"{key!r}: {problem}" for key, problem in sorted(problems.items())],
                 fix="Pass the parts of all ranks, each once.",
             )

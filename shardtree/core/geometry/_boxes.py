@@ -24,7 +24,7 @@ def refuse(
     subject: str, field: str, found: object, expected: str, fix: str, *, error: type[CheckpointingException]
 ) -> NoReturn:
     """Raise `error` with the heading "subject: field doesn't fit", the found and expected values, and the fix."""
-    raise error(error_text(f"{subject}: {field} doesn't fit", found=found, expected=expected, fix=fix))
+    raise error(error_text(f"{subject}: {field} does not fit", found=found, expected=expected, fix=fix))
 
 
 def check_type(subject: str, field: str, value: object, kind: type, fix: str) -> None:

@@ -232,4 +232,4 @@ def own_copy(value: Any, what: str) -> Any:
             f"{type(error).__name__}: {error}"[:200],
             "Store values that can be copied instead of this object.",
         )
-        raise UnsupportedValue(error_text(f"{what} can't be copied", found=found, fix=fix)) from error
+        raise UnsupportedValue(error_text(f"{what} cannot be copied", found=found, fix=fix)) from error

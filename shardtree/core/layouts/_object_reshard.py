@@ -115,7 +115,7 @@ def rules_by_key(doing: str, rules: Mapping[str, ObjectRule], keys: Iterable[str
         raise TreeError(error_text(f"{doing}: not a dict of rules", found=type(rules).__name__, fix=fix))
     wrong = [f"{pattern!r}: {type(rule).__name__}" for pattern, rule in rules.items() if not callable(rule)]
     if wrong:
-        raise TreeError(error_text(f"{doing}: rules aren't functions", offenders=wrong, fix=f"Use {OBJECT_RULES}."))
+        raise TreeError(error_text(f"{doing}: rules are not functions", offenders=wrong, fix=f"Use {OBJECT_RULES}."))
     matches = match_keys(doing, rules, dict.fromkeys(keys))
     return {key: rules[pattern] for key, (pattern, _) in matches.items()}
 

@@ -281,7 +281,7 @@ _FIXES = {
         "from_dtensors, as within=."
     ),
     _HELD: (
-        "Where several main replicas hold the same elements, give all but one a replica_id that isn't 0; where their "
+        "Where several main replicas hold the same elements, give all but one a replica_id that is not 0; where their "
         "elements differ, give the shards different offsets, flat ranges or keys."
     ),
 }

@@ -60,7 +60,7 @@ def trees_by_rank(trees: RankTrees, doing: str = "trees by rank") -> dict[int, A
     by_rank = trees if isinstance(trees, Mapping) else dict(enumerate(trees))
     wrong = [repr(rank)[:100] for rank in by_rank if not _is_rank(rank)]
     if wrong:
-        raise TreeError(error_text(f"{heading}; these aren't ranks", offenders=wrong, fix=fix))
+        raise TreeError(error_text(f"{heading}; these are not ranks", offenders=wrong, fix=fix))
     return {int(rank): by_rank[rank] for rank in sorted(by_rank)}
 
 

@@ -162,7 +162,7 @@ def check_elementwise(function: Callable[..., Any], values: Sequence[torch.Tenso
         ...     check_elementwise(lambda x: x / x.norm(), [torch.tensor([3.0, 4.0])])
         ... except UnsupportedValue as error:
         ...     print(str(error).splitlines()[0])
-        lazy_map: the function isn't elementwise: its results differ if a window is cut in 2 along axis 0
+        lazy_map: the function is not elementwise: its results differ if a window is cut in 2 along axis 0
     """
     samples = [_sample(value) for value in values]
     whole = _result(function, samples)
@@ -207,7 +207,7 @@ def _result(function: Callable[..., Any], values: Sequence[torch.Tensor]) -> tor
 
 
 def _not_elementwise(how: str) -> UnsupportedValue:
-    heading = f"lazy_map: the function isn't elementwise: its results differ if a window is {how}"
+    heading = f"lazy_map: the function is not elementwise: its results differ if a window is {how}"
     return UnsupportedValue(error_text(heading, fix=_FIX))
 
 

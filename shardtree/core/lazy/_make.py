@@ -72,7 +72,7 @@ def lazy_map(function: Callable[..., torch.Tensor], *lazies: LazyTensor) -> Lazy
     """
     others = [type(value).__name__ for value in lazies if not isinstance(value, LazyTensor)]
     if others or not lazies:
-        heading, fix = "lazy_map: operands that aren't lazy tensors", "Pass the data of shards from open_checkpoint."
+        heading, fix = "lazy_map: operands that are not lazy tensors", "Pass the data of shards from open_checkpoint."
         raise UnsupportedValue(error_text(heading, found=", ".join(others) or "none", fix=fix))
     check_one_shape(lazies[0].name, "lazy_map", [lazy.shape for lazy in lazies])
     sample = function(*(torch.ones(1, dtype=torch.float32, device="cpu").to(lazy.dtype) for lazy in lazies))

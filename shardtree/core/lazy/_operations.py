@@ -62,12 +62,12 @@ _FIX = """Call read() first, and apply the operation to the result.
   two matrices, or `lazy_map` for a function of each element."""
 
 
-def refusal(name: str, operation: str, why: str = "isn't recorded") -> UnsupportedValue:
+def refusal(name: str, operation: str, why: str = "is not recorded") -> UnsupportedValue:
     """Return the error for an operation that a lazy tensor refuses.
 
     Examples:
         >>> print(refusal("w", "add"))  # doctest: +ELLIPSIS
-        LazyTensor 'w': add isn't recorded
+        LazyTensor 'w': add is not recorded
           Call read() first, and apply the operation to the result.
           Without read(), use indexing, ...
     """

@@ -284,7 +284,7 @@ def _view(lazy: LazyTensor, func: Callable[..., Any], args: Args, kwargs: dict[s
     result = _call_with_meta(lazy, meta, func, args, kwargs)
     pieces = (result,) if isinstance(result, torch.Tensor) else tuple(result)
     if not all(piece.dtype == meta.dtype and operations.is_view(piece, meta) for piece in pieces):
-        raise operations.refusal(lazy.name, func.__name__, f"of this {tuple(meta.shape)} view can't be a view itself")
+        raise operations.refusal(lazy.name, func.__name__, f"of this {tuple(meta.shape)} view cannot be a view itself")
     views = tuple(LazyTensor(lazy.source, operations.place_of(piece), lazy.casts) for piece in pieces)
     return views[0] if isinstance(result, torch.Tensor) else views
 
@@ -295,7 +295,7 @@ def _concatenate(
     """Return the lazy result of ``torch.cat``, or of ``torch.stack``, which is a cat of unsqueezed tensors."""
     name = next((part.name for part in tensors if isinstance(part, LazyTensor)), "?")
     if out is not None or not all(isinstance(part, LazyTensor) for part in tensors):
-        raise operations.refusal(name, f"{func.__name__} with a tensor that isn't lazy")
+        raise operations.refusal(name, f"{func.__name__} with a tensor that is not lazy")
     along = dim if axis is None else axis
     result = func([_meta(part) for part in tensors], dim=along)
     along %= max(result.ndim, 1)
@@ -324,7 +324,7 @@ def _operand(name: str, func: Callable[..., Any], value: Any) -> Any:
         return value
     if isinstance(value, torch.Tensor) and value.ndim == 0 and value.device.type == "cpu":
         return value.detach().clone()  # the caller may write to the original
-    kind = "a tensor that isn't lazy" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+    kind = "a tensor that is not lazy" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
     raise operations.refusal(name, f"{func.__name__} with {kind}")
 
 
@@ -339,7 +339,8 @@ def _matmul(func: Callable[..., Any], args: Args, kwargs: dict[str, Any]) -> Laz
     if left.shape[1] != right.shape[0] or left.dtype != right.dtype:
         kinds = f"{tuple(left.shape)} {left.dtype} and {tuple(right.shape)} {right.dtype}"
         expected = "as many columns on the left as rows on the right, and one dtype"
-        raise ShapeError(error_text(f"LazyTensor {lazy.name!r}: can't {func.__name__}", found=kinds, expected=expected))
+        heading = f"LazyTensor {lazy.name!r}: operands of {func.__name__} do not fit"
+        raise ShapeError(error_text(heading, found=kinds, expected=expected))
     return of_source(product(left, right))
 
 

@@ -177,7 +177,7 @@ def check_key(leaf: ShardedBase) -> None:
     key: Any = leaf.key
     if not isinstance(key, str) or not key:
         found, fix = repr(key) if isinstance(key, str) else type(key).__name__, "Name the global tensor or object."
-        refuse(type(leaf).__name__, "key", found, "a string that isn't empty", fix, error=MetadataError)
+        refuse(type(leaf).__name__, "key", found, "a string that is not empty", fix, error=MetadataError)
     try:
         # Formats store keys as UTF-8, which has no lone surrogates.
         key.encode()

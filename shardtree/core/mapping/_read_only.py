@@ -42,12 +42,12 @@ def refuse_read_only(doing: str, donated: Iterable[tuple[str, torch.Tensor]]) ->
     Examples:
         >>> import mmap, warnings
         >>> refuse_read_only("load", [("w", torch.zeros(2))])
-        >>> with warnings.catch_warnings(action="ignore"):  # torch warns that it doesn't support read-only memory
+        >>> with warnings.catch_warnings(action="ignore"):  # torch warns that it does not support read-only memory
         ...     mapped = torch.frombuffer(mmap.mmap(-1, 8, prot=mmap.PROT_READ), dtype=torch.float32)
         >>> refuse_read_only("load", [("w", mapped)])
         Traceback (most recent call last):
         ...
-        shardtree.errors.ShapeError: load: donated tensors are in memory that can't be written
+        shardtree.errors.ShapeError: load: donated tensors are in memory that cannot be written
           'w'
           Donate tensors with memory of their own, as .clone() gives, or load without donate.
     """
@@ -55,7 +55,7 @@ def refuse_read_only(doing: str, donated: Iterable[tuple[str, torch.Tensor]]) ->
     if wrong:
         fix = f"Donate tensors with memory of their own, as .clone() gives, or {doing} without donate."
         raise ShapeError(
-            error_text(f"{doing}: donated tensors are in memory that can't be written", offenders=wrong, fix=fix)
+            error_text(f"{doing}: donated tensors are in memory that cannot be written", offenders=wrong, fix=fix)
         )
 
 

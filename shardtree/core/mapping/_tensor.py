@@ -223,7 +223,7 @@ class ShardedTensor(ShardedBase):
         subject = f"{cls.__name__} {key!r}"
         flat = geometry.flat_range(subject, flattened_range)
         if flat is None:
-            fix = "Use `from_rank_offsets` for shards that aren't flat."
+            fix = "Use `from_rank_offsets` for shards that are not flat."
             geometry.refuse(subject, "flattened_range", "None", "a slice", fix, error=MetadataError)
         dtype, _ = data_kind(subject, data)
         local_shape = geometry.integers(subject, "non_flat_local_shape", non_flat_local_shape)

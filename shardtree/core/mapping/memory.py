@@ -66,10 +66,10 @@ def check_writable(doing: str, shard: ShardedTensor, tensor: torch.Tensor) -> No
     """
     # A load writes through views, which sparse layouts don't have.
     if tensor.layout is not torch.strided:
-        fix = "Donate a dense tensor, as .to_dense() gives, or don't donate this one."
+        fix = "Donate a dense tensor, as .to_dense() gives, or do not donate this one."
         raise ShapeError(error_text(f"{doing}: the donated tensor of {shard.key!r} is {tensor.layout}", fix=fix))
     if is_wrapper(tensor):
-        fix = "Donate its inner tensors, or don't donate this one."
+        fix = "Donate its inner tensors, or do not donate this one."
         heading = f"{doing}: the donated tensor of {shard.key!r} is a wrapper subclass around inner tensors"
         raise ShapeError(error_text(heading, found=type(tensor).__name__, fix=fix))
     if _may_overlap(tensor):

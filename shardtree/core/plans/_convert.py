@@ -73,4 +73,4 @@ def _check_range(key: str, elements: torch.Tensor, dtype: torch.dtype, doing: st
     if low < most.min or high > most.max:
         found, expected = f"values from {low} to {high}", f"{most.min} to {most.max}, which {dtype} can hold"
         fix = "Load it in its stored dtype."
-        raise ShapeError(error_text(f"{doing}: {key!r} can't be converted", found=found, expected=expected, fix=fix))
+        raise ShapeError(error_text(f"{doing}: {key!r} cannot be converted", found=found, expected=expected, fix=fix))

@@ -42,7 +42,7 @@ class Unexpected:
         if self.path is not None:
             return f"not stored as shards: it is a plain tensor of the common state at {self.path}"
         if self.refusal is not None:
-            return f"can't be read: {self.refusal}"
+            return f"cannot be read: {self.refusal}"
         return "not stored" + (f" (did you mean {self.near!r}?)" if self.near else "")
 
     @property
@@ -54,7 +54,7 @@ class Unexpected:
             return "Request objects in the saved global shape, or leave them out of the target."
         if wants_names(self):
             return "The states are stored by number: pass LoadOptions(parameter_names=[...]), in the optimizer's order."
-        return "Take keys that aren't stored out of the target, or pass a lenient strict mode such as 'log_unexpected'."
+        return "Take keys that are not stored out of the target, or pass a lenient strict= such as 'log_unexpected'."
 
     @property
     def text(self) -> str:

@@ -131,7 +131,7 @@ def diff(
         is_number = isinstance(tolerance, (int, float)) and not isinstance(tolerance, bool)
         if tolerance is not None and not (is_number and tolerance >= 0):
             fix = "Pass a number of 0 or more, or None to compare bits."
-            refuse("diff", name, repr(tolerance)[:100], "a number that isn't negative", fix, error=MetadataError)
+            refuse("diff", name, repr(tolerance)[:100], "a number that is not negative", fix, error=MetadataError)
     findings = [*_findings(x1, x2, tuple(prefix))]
     sides = {side: tuple(path for where, path, _ in findings if where == side) for side in ("left", "right", "both")}
     if rtol is None and atol is None:

@@ -56,7 +56,7 @@ def full_data(shape: Sequence[int], dtype: torch.dtype, device: torch.device | s
 
 
 def _refuse_fill(fill: float, dtype: torch.dtype, actual: object) -> NoReturn:
-    what = f"a tensor of {dtype} can't hold the padding {fill}"
+    what = f"a tensor of {dtype} cannot hold the padding {fill}"
     raise ShapeError(error_text(what, found=actual, expected="a number of that dtype", fix="Pad with such a number."))
 
 
@@ -115,7 +115,7 @@ def join_data(join: Callable[..., Any], parts: Sequence[Any], axis: int) -> Any:
     if len({part.dtype for part in parts}) > 1:
         of_each = [f"{number}: {part.dtype}" for number, part in enumerate(parts)]
         fix = "Convert them to one dtype first."
-        raise ShapeError(error_text("tensors of several dtypes can't be joined", offenders=of_each, fix=fix))
+        raise ShapeError(error_text("tensors of several dtypes cannot be joined", offenders=of_each, fix=fix))
     return join(list(map(as_integers, parts)), dim=axis).view(parts[0].dtype)
 
 
@@ -246,7 +246,7 @@ def cast(
     if fixed:
         fix = "Select the keys to cast with keys=[patterns]."
         lines = [f"{key!r}: {old}" for key, old in fixed.items()]
-        raise ShapeError(error_text(f"cast: torch can't convert these to {dtype}", offenders=lines, fix=fix))
+        raise ShapeError(error_text(f"cast: torch cannot convert these to {dtype}", offenders=lines, fix=fix))
     refuse_scaled("cast", values, scaled_values(values, lambda names: _dtypes_of(tree, names)))
     return cast_tree
 
@@ -298,7 +298,7 @@ def narrow(tree: Tree, dim: int, start: int, length: int) -> Tree:
 
 def _narrow(leaf: Any, dim: int, start: int, length: int) -> Any:
     if isinstance(leaf, ShardedTensorFactory):
-        what = f"narrow: {leaf.key!r} is a factory, whose boxes aren't known yet"
+        what = f"narrow: {leaf.key!r} is a factory, whose boxes are not known yet"
         raise TreeError(error_text(what, fix="Call `apply_factories` on the tree first."))
     if not isinstance(leaf, ShardedTensor):
         return leaf

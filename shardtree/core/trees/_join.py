@@ -231,7 +231,7 @@ def _join(common: Tree, target: Tree, path: TreePath, own: Own | None, *, needed
     if is_hollow(common):
         return _finish_target(target, path, own)
     if _holds_any(target):
-        heading = f"join: {render_path(path, 'target')} doesn't fit {render_path(path, 'common')}"
+        heading = f"join: {render_path(path, 'target')} does not fit {render_path(path, 'common')}"
         fix = _fix_of_misfit(common, target, own)
         raise TreeError(error_text(heading, found=describe(target), expected=_description(common), fix=fix))
     # Plain values of a target are ignored, as in Megatron-Core: a tuple of other defaults in it isn't an error.
@@ -302,7 +302,7 @@ def _rebuild(node: Tree, new: Mapping[Any, Tree], path: TreePath, own: Own | Non
     if holes and not named:
         return HOLE
     if holes:
-        heading = f"join: a {type(node).__name__} can't be completed: the target lacks values for some entries"
+        heading = f"join: a {type(node).__name__} cannot be completed: the target lacks values for some entries"
         fix = "Put shards at these paths of the target, or take the whole container out of it."
         of_mode = f"{_LENIENT} keeps the target's own value there." if own is None else _WITH_DATA
         fix += f"\n  {of_mode}"

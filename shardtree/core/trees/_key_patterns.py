@@ -234,7 +234,7 @@ def checked_patterns(doing: str, patterns: Iterable[str]) -> list[str]:
     """
     texts = None if isinstance(patterns, str) or not isinstance(patterns, Iterable) else list(patterns)
     if texts is None or not all(isinstance(pattern, str) for pattern in texts):
-        raise KeyMismatch(error_text(f"{doing}: the patterns aren't a list of strings", found=repr(patterns)[:200]))
+        raise KeyMismatch(error_text(f"{doing}: the patterns are not a list of strings", found=repr(patterns)[:200]))
     return list(dict.fromkeys(texts))
 
 

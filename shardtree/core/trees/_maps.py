@@ -163,7 +163,7 @@ def _column(doing: str, spec: optree.PyTreeSpec, other: Tree, number: int) -> li
     try:
         return spec.flatten_up_to(other_spec.unflatten(leaves))
     except ValueError as error:
-        heading = f"{doing}: tree {number} doesn't have the structure of the first tree"
+        heading = f"{doing}: tree {number} does not have the structure of the first tree"
         fix = "Give trees of one structure, or join them first with `merge` or `combine`."
         found, expected = plural(len(leaves), "value"), plural(spec.num_leaves, "value")
         offenders = [str(error).splitlines()[0][:200]]

@@ -188,7 +188,7 @@ def _check_combine(left: Tree, right: Tree, path: TreePath) -> None:
 
 def _conflict(left: Tree, right: Tree, path: TreePath) -> TreeError:
     both = entries(left) is None and entries(right) is None
-    heading = "both trees have a value" if both else "trees don't fit together"
+    heading = "both trees have a value" if both else "trees do not fit together"
     fix = "Remove this entry from one tree, for example with `partition`."
     found = f"{describe(left)} and {describe(right)}"
     return TreeError(error_text(f"{heading} at {render_path(path)}", found=found, fix=fix))

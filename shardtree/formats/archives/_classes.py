@@ -109,7 +109,7 @@ def _fields(state: Any, names: list[str]) -> dict[str, Any]:
 
 
 def _mismatch_error(cls: type, found: str, expected: str) -> UnsupportedValue:
-    heading = f"{type_name(cls)}: the class given in types doesn't fit the stored value"
+    heading = f"{type_name(cls)}: the class given in types does not fit the stored value"
     return UnsupportedValue(error_text(heading, found=found, expected=expected))
 
 

@@ -104,7 +104,7 @@ def _fill_namespace(value: Any, state: Any) -> None:
 def _fill_buffer(value: BytesIO, state: Any) -> None:
     data, position, attributes = state
     if not 0 <= exactly(int, position) <= _MOST or attributes:
-        raise ValueError("a buffer with attributes, or with a position that doesn't fit 64 bits")
+        raise ValueError("a buffer with attributes, or with a position that does not fit 64 bits")
     value.write(exactly(bytes, data))
     value.seek(position)
 
@@ -218,4 +218,4 @@ def _unpickle(data: bytes | bytearray | memoryview, what: str) -> Any:
         return torch.load(BytesIO(data), map_location="cpu", weights_only=False)
     except Exception as error:
         reason = f"{type(error).__name__}: {str(error)[:200]}"
-        raise CorruptCheckpoint(error_text(f"{what}: the archive can't be unpickled: {reason}")) from error
+        raise CorruptCheckpoint(error_text(f"{what}: the archive cannot be unpickled: {reason}")) from error

@@ -103,7 +103,7 @@ class TensorSubclass:
 
 def _subclass(kind: Any, dtype: Any, shape: Any, *rest: Any) -> TensorSubclass:
     if kind is not _DTENSOR:
-        raise TypeError("a subclass of torch.Tensor that isn't a DTensor")
+        raise TypeError("a subclass of torch.Tensor that is not a DTensor")
     lengths = tuple(exactly(int, length) for length in _items(shape))
     if type(dtype) is not torch.dtype:
         raise TypeError("a DTensor without a dtype")
@@ -176,7 +176,7 @@ def _rank(mesh: dict[str, Any], position: tuple[int, ...], element: Element) -> 
 
 def _of_fsdp1(*args: Any) -> Any:
     fix = "Save with FSDP2, or load it with FSDP1 and save a full state dict or one of torch.distributed.checkpoint."
-    raise UnsupportedValue(error_text("a ShardedTensor of FSDP1 can't be read", fix=fix))
+    raise UnsupportedValue(error_text("a ShardedTensor of FSDP1 cannot be read", fix=fix))
 
 
 def _call(*args: Any) -> Any:
@@ -335,7 +335,7 @@ class _Places:
 
     def _element(self, tensor: Any, position: tuple[int, ...]) -> int:
         if type(tensor) is not StoredTensor or tensor.dtype not in (torch.int32, torch.int64):
-            raise TypeError("a mesh whose ranks aren't a tensor of integers")
+            raise TypeError("a mesh whose ranks are not a tensor of integers")
         # Only this element is read: every DTensor has the mesh, and strides of 0 can make it arbitrarily large.
         begin = tensor.begin + sum(map(mul, position, tensor.stride)) * tensor.dtype.itemsize
         return int(

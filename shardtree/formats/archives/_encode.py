@@ -161,7 +161,7 @@ def encode_archive(value: Any, *, allow_pickle: bool = False) -> bytes:
     except Exception as error:
         reason = f"{type(error).__name__}: {str(error)[:200]}"
         raise UnsupportedValue(
-            error_text("encode_archive: the value can't be pickled", found=reason, fix=plainer(value))
+            error_text("encode_archive: the value cannot be pickled", found=reason, fix=plainer(value))
         ) from error
     data = file.getvalue()
     if classes - {Record} and not allow_pickle:
@@ -198,7 +198,7 @@ def _plain_copy(
     what = f"encode_archive: {shown_path(path)}"
     if isinstance(value, torch.Tensor):
         check_storable(value.dtype, what)
-    raise UnsupportedValue(error_text(f"{what} can't be stored", found=type_name(kind), fix=plainer(value)))
+    raise UnsupportedValue(error_text(f"{what} cannot be stored", found=type_name(kind), fix=plainer(value)))
 
 
 def _record(value: Any, child: Any, classes: set[type]) -> Any:
@@ -259,7 +259,7 @@ def streamed_archive(value: Any) -> Iterator[memoryview]:
         names = ", ".join(sorted(kind.__name__ for kind in classes))
         fix = "Store plain values made from it."
         raise UnsupportedValue(
-            error_text("streamed_archive: instances of classes can't be stored", found=names, fix=fix)
+            error_text("streamed_archive: instances of classes cannot be stored", found=names, fix=fix)
         )
     file = BytesIO()
     pickler = _TensorPickler(file)
@@ -280,7 +280,7 @@ def _buffers(data: bytes, tensors: list[StreamedTensor]) -> Iterator[memoryview]
             yield buffer
             nbytes += buffer.nbytes
         if nbytes != tensor.nbytes:
-            heading = f"streamed_archive: the buffers of a tensor {tensor.shape} {tensor.dtype} don't have its length"
+            heading = f"streamed_archive: the buffers of a tensor {tensor.shape} {tensor.dtype} do not have its length"
             found, expected = f"{nbytes} bytes", f"{tensor.nbytes} bytes"
             raise UnsupportedValue(error_text(heading, found=found, expected=expected))
         at += nbytes

@@ -81,10 +81,10 @@ def storage_reference(persistent_id: Any) -> StorageReference:
         ValueError: The id doesn't describe a storage.
     """
     if type(persistent_id) is not tuple or len(persistent_id) < 5 or persistent_id[0] != "storage":
-        raise ValueError("a persistent id that isn't a storage's")
+        raise ValueError("a persistent id that is not a storage's")
     _, kind, key, _, count = persistent_id[:5]
     if type(kind) is not StorageKind or type(key) is not str or exactly(int, count) < 0:
-        raise ValueError("a storage that isn't described as torch does")
+        raise ValueError("a storage that is not described as torch does")
     return StorageReference(key, kind.dtype, count * (kind.dtype.itemsize if kind.dtype else 1))
 
 
@@ -120,7 +120,7 @@ def tensor_layout(storage_dtype: torch.dtype | None, nbytes: int, arguments: tup
 
 def _ints(value: Any) -> tuple[int, ...]:
     if not isinstance(value, (tuple, list)):
-        raise TypeError("a shape or strides that aren't a tuple")
+        raise TypeError("a shape or strides that are not a tuple")
     return tuple(exactly(int, item) for item in value)
 
 
@@ -269,7 +269,7 @@ _UNIT = re.compile(r"generic|[A-Za-z]{1,2}")
 
 def _dtype(name: Any, align: Any = False, copy: Any = True) -> np.dtype[Any]:
     if not _NAME.fullmatch(exactly(str, name)):
-        raise ValueError(f"a NumPy dtype {name[:100]!r}, which isn't of numbers, dates or text")
+        raise ValueError(f"a NumPy dtype {name[:100]!r}, which is not of numbers, dates or text")
     # The dtype is a copy, since the pickle may set its byte order, and the whole process shares NumPy's own objects.
     return _check_dtype(np.dtype(name, False, True))
 
@@ -305,7 +305,7 @@ def _unit(state: Any) -> Any:
 
 def _check_dtype(dtype: Any) -> np.dtype[Any]:
     if not isinstance(dtype, np.dtype) or dtype.kind not in "biufcSUmM" or dtype.names:
-        raise ValueError("an array or scalar that isn't of numbers, dates or text")
+        raise ValueError("an array or scalar that is not of numbers, dates or text")
     return dtype
 
 
@@ -324,7 +324,7 @@ def _fill(array: np.ndarray[Any, Any], state: Any) -> None:
     shape, dtype, by_column, data = exactly(tuple, state)[-4:]
     elements = _array(_raw(data), dtype, shape)
     if type(by_column) is not bool:
-        raise TypeError("an array whose order isn't a bool")
+        raise TypeError("an array whose order is not a bool")
     _set_state(array, (1, elements.shape, elements.dtype, by_column, elements.tobytes()))
 
 
@@ -354,7 +354,7 @@ def _scalar(dtype: Any, data: Any) -> Any:
 
 def _frombuffer(data: Any, dtype: Any, shape: Any, order: Any, axes: Any = None) -> np.ndarray[Any, Any]:
     if type(data) not in (bytes, bytearray) or order not in ("C", "F", "K"):
-        raise TypeError("an array that isn't made from bytes")
+        raise TypeError("an array that is not made from bytes")
     lengths = exactly(tuple, shape)
     array = _array(data, dtype, lengths)
     if order == "F":

@@ -94,7 +94,7 @@ def _directory_extent(read: Read, length: int) -> tuple[int, int, int]:
     elif count == _FULL16 or size == _FULL32 or begin == _FULL32:
         raise ValueError("a large zip's directory without its locator")
     if begin + size != last:
-        raise ValueError("the directory isn't at the zip's end; bytes were inserted before or after it")
+        raise ValueError("the directory is not at the zip's end; bytes were inserted before or after it")
     if count * _ENTRY.size > size:  # This comes before the loop over the entries, whose number the file chooses.
         raise ValueError("a directory that is too short for its entries")
     return count, begin, begin + size
@@ -286,7 +286,7 @@ class Archive:
         crc32, expected = zlib.crc32(data), self.records[name].crc32
         if expected and crc32 != expected:
             fix = "The medium or a later program damaged it; load another checkpoint."
-            heading = f"{self.what}: record {name[:100]!r} isn't what was saved: its CRC32 differs"
+            heading = f"{self.what}: record {name[:100]!r} is not what was saved: its CRC32 differs"
             raise CorruptCheckpoint(error_text(heading, found=f"{crc32:#010x}", expected=f"{expected:#010x}", fix=fix))
         return data
 

@@ -229,7 +229,7 @@ def _check_tiled(
     wrong |= {columns.keys[number]: "parts overlap, and others are in no file" for number in shared.tolist()}
     if wrong:
         lines = (f"{key[:200]!r}: {reason} ({_names(parts[key], files)})" for key, reason in wrong.items())
-        heading, count = f"open: the files in {where!r} don't make whole tensors", len(wrong)
+        heading, count = f"open: the files in {where!r} do not make whole tensors", len(wrong)
         fix = "Copy every rank's file of one save, and move files of other saves away."
         raise CorruptCheckpoint(error_text(heading, offenders=lines, count=count, fix=fix))
 
@@ -254,7 +254,7 @@ def _check_told(checkpoint: Checkpoint, index: Index) -> None:
         if shapes[key] != shape
     ]
     if wrong:
-        heading = f"open: the files in {checkpoint.storage.where()!r} don't make the tensors of LoadOptions(shapes=...)"
+        heading = f"open: files in {checkpoint.storage.where()!r} do not make the tensors of LoadOptions(shapes=...)"
         fix = "Copy the missing rank's file, or correct the shapes if they belong to another model."
         raise CorruptCheckpoint(error_text(heading, offenders=wrong, fix=fix))
 
@@ -273,7 +273,7 @@ def load_sharded(checkpoint: Checkpoint, shards: Sequence[ShardedTensor]) -> Rea
     check_taken(contents.refusals, [shard.key for shard in shards])
     if doubts := _doubts(checkpoint, contents, shards):
         lines = (f"{key!r}: {reason}" for key, reason in sorted(doubts.items()))
-        heading = "load: the files don't say how large these tensors are, so a missing file would go unnoticed"
+        heading = "load: the files do not say how large these tensors are, so a missing file would go unnoticed"
         fix = "Pass the saved shapes as LoadOptions(shapes=...)."
         raise ShapeError(error_text(heading, offenders=lines, fix=fix))
     if others := _other_shapes(checkpoint, contents, shards):

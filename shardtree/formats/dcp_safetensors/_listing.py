@@ -57,7 +57,7 @@ def part_files(names: Iterable[str], where: str) -> tuple[str, ...]:
     counts = {int(match[1]) for match in matches.values()}
     if len(counts) != 1:
         found = " and ".join(f"files named *-of-{count:05}" for count in sorted(counts)) or "no file of a rank"
-        heading, expected = f"open: {where!r} doesn't hold the files of one save", "shard-RRRRR-model-NNNNN-of-NNNNN"
+        heading, expected = f"open: {where!r} does not hold the files of one save", "shard-RRRRR-model-NNNNN-of-NNNNN"
         fix = "Move the files of all saves but one away; nothing in the files says which save is current."
         raise CorruptCheckpoint(error_text(heading, found=found, expected=expected, fix=fix))
     return tuple(matches)

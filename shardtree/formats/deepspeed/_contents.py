@@ -137,7 +137,7 @@ def _check_paddings(groups: Sequence[Sequence[Parameter]], optimizer: Optimizer,
             where, other_where = (
                 checkpoint.storage.where(optimizer.masters[0][number].tensor.file) for number in (rank, other)
             )
-            heading = f"load: {where!r} isn't its rank's file: {other_where!r} has the zeros that pad that rank's data"
+            heading = f"load: {where!r} is not its rank's file: {other_where!r} has the zeros that pad that rank's data"
             fix = "Files were renamed, exchanged or copied; copy each rank's own file, or load another checkpoint."
             raise CorruptCheckpoint(error_text(heading, fix=f"{fix} LoadOptions(verify=None) skips the comparison."))
 

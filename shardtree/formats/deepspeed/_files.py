@@ -19,7 +19,7 @@ from ._flat import Parameter, Vector, split_pieces
 
 def _stage(number: Any) -> int:
     if type(number) is not int:
-        raise TypeError("a ZeRO stage that isn't a number")
+        raise TypeError("a ZeRO stage that is not a number")
     return number
 
 
@@ -193,7 +193,7 @@ def check_flat(checkpoint: Checkpoint, vectors: Sequence[Vector], what: str) -> 
         if len(tensor.shape) != 1 or not tensor.is_row_major or tensor.dtype != dtype
     ]
     if wrong:
-        what = f"open: {what} isn't a contiguous vector of one dtype on each rank"
+        what = f"open: {what} is not a contiguous vector of one dtype on each rank"
         fix = "A file was damaged, or belongs to another save; copy all files of one save."
         raise CorruptCheckpoint(error_text(what, offenders=wrong, fix=fix))
 

@@ -164,9 +164,9 @@ def _check_joinable(names: Iterable[str], where: str) -> None:
         wrong += [f"{name!r}: {what}" for name in names if pattern.fullmatch(name)][:1]
     if wrong:
         fix = (
-            "The files don't say how they join: convert them with DeepSpeed's ds_to_universal, or load with DeepSpeed."
+            "The files do not say how they join: convert them with DeepSpeed's ds_to_universal, or load with DeepSpeed."
         )
-        raise UnsupportedValue(error_text(f"open: the files in {where!r} can't be joined", offenders=wrong, fix=fix))
+        raise UnsupportedValue(error_text(f"open: the files in {where!r} cannot be joined", offenders=wrong, fix=fix))
 
 
 def check_count(storage: Storage, folder: str, kind: str, count: int, expected: int, by: str) -> None:
@@ -187,5 +187,5 @@ def check_count(storage: Storage, folder: str, kind: str, count: int, expected: 
         return
     fewer = "Copy every rank's file; without one, its part of each tensor is missing."
     fix = fewer if count < expected else "Move away the files of an older save with more ranks."
-    heading = f"open: {storage.where(folder.rstrip('/'))!r} doesn't have one {kind} file for each rank"
+    heading = f"open: {storage.where(folder.rstrip('/'))!r} does not have one {kind} file for each rank"
     raise CorruptCheckpoint(error_text(heading, found=f"{count} files", expected=f"{expected}, as {by} says", fix=fix))

@@ -103,7 +103,7 @@ def _add_state(
         description = f"a {type(value).__name__}"
         if isinstance(value, StoredTensor):
             description = f"a tensor of shape {value.shape}"
-        heading = f"open: {file.where!r} doesn't have its parameter's shape"
+        heading = f"open: {file.where!r} does not have its parameter's shape"
         expected = f"a tensor of shape {shape}, as in param_shapes of {model.where!r}"
         fix = "It was converted from another model, or damaged; convert it again."
         raise CorruptCheckpoint(error_text(heading, found=description, expected=expected, fix=fix))

@@ -104,11 +104,11 @@ def tensor_bytes(kind: TensorKind) -> int:
 def _check_storable(kinds: Kinds) -> None:
     wrong = [f"{key!r}: {kind}" for key, kind in kinds.items() if kind_in_file(kind.dtype, kind.global_shape) is None]
     if wrong:
-        heading = "save: tensors whose dtype, or dtype and shape, safetensors files don't support"
+        heading = "save: tensors whose dtype, or dtype and shape, safetensors files do not support"
         fix = "Cast or reshape the tensors, or save in the native format."
         raise UnsupportedValue(error_text(heading, offenders=wrong, fix=fix))
     if TEXTS in kinds:
-        heading = f"save: a tensor in a safetensors file can't be named {TEXTS!r}"
+        heading = f"save: a tensor in a safetensors file cannot be named {TEXTS!r}"
         raise UnsupportedValue(error_text(heading, fix="Rename the tensor."))
 
 

@@ -213,7 +213,7 @@ def _rows(listing: ModelListing, files: Sequence[WeightFile]) -> list[tuple[int,
         f"{key[:200]!r} in {file!r}" for key, file in index.items() if key not in rows and (key in there or not rows)
     ]
     if wrong:
-        heading = f"open: {listing.name!r} lists tensors that aren't in the files named for them"
+        heading = f"open: {listing.name!r} lists tensors that are not in the files named for them"
         fix = "Files and index belong to different saves; fetch them again."
         raise CorruptCheckpoint(error_text(heading, offenders=wrong, fix=fix))
     return list(rows.values())
@@ -224,7 +224,7 @@ def absent(listing: ModelListing, files: Sequence[WeightFile]) -> dict[str, str]
     there = {file.name: {entry.name for entry in file.entries} for file in files}
     lacking = {key: file for key, file in (listing.weight_map or {}).items() if key not in there.get(file, ())}
     return {
-        key: f"{listing.name!r} lists it, and {file!r} " + ("doesn't have it" if file in there else "is missing")
+        key: f"{listing.name!r} lists it, and {file!r} " + ("does not have it" if file in there else "is missing")
         for key, file in lacking.items()
     }
 
@@ -352,7 +352,7 @@ def _contradictions(storage: Storage, listing: ModelListing, files: list[WeightF
     if lacking and are_tied(storage, lacking, [entry.name for file in files for entry in file.entries]):
         return ()  # Tied tensors are reported as untaken; total_size may count them or not.
     if lacking:
-        why = "tensors that it lists aren't in their files, as for a tied tensor that isn't stored twice"
+        why = "tensors that it lists are not in their files, as for a tied tensor that is not stored twice"
         return (Damage(listing.name, why, keys=tuple(sorted(lacking))),)
     if listing.weight_map is None or listing.total_size is None:
         return ()

@@ -272,7 +272,7 @@ def _writers(columns: ShardColumns, ranks: int) -> dict[str, int]:
 def _layout(pending: PendingSave) -> ShardColumns:
     """Return the shards of all ranks, after checking that they tile their tensors."""
     if pending.layout is None:
-        heading = "save: ranks write a Hugging Face model's files together, but don't know each other's shards"
+        heading = "save: ranks write a Hugging Face model's files together, but do not know each other's shards"
         raise StrategyError(error_text(heading, fix="Leave validate_access_integrity on."))
     if pending.world.size == 1:
         check_access(pending.layout)  # Several ranks have checked this when they exchanged their layouts.

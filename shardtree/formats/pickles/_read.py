@@ -120,7 +120,7 @@ def _call(machine: Machine) -> None:
     if type(constructor) is not Constructor:
         raise machine.unsafe(f"calls a {type(constructor).__name__}")
     if type(args) is not tuple:
-        raise TypeError("arguments that aren't a tuple")
+        raise TypeError("arguments that are not a tuple")
     # An argument can refer to a large value: a few megabytes of pickle have a million calls that each copy it.
     if args:
         machine.guard.charge(args)

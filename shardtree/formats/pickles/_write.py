@@ -136,7 +136,7 @@ class PickleWriter:
         """Write a value; the depth is the number of containers around it."""
         handler = _WRITERS.get(type(value))
         if handler is None:
-            heading = f"write_pickle: a {type(value).__name__} can't be written"
+            heading = f"write_pickle: a {type(value).__name__} cannot be written"
             raise UnsupportedValue(error_text(heading, expected=", ".join(sorted(kind.__name__ for kind in _WRITERS))))
         if depth > DEEPEST:
             raise _too_deep()

@@ -154,7 +154,7 @@ class Tensors:
         try:
             self.numbers[key] = torch.tensor(float(value), dtype=torch.float32, device="cpu")
         except OverflowError:  # an int of more than 1024 bits
-            self.refused[key] = "a number that float32 can't hold"
+            self.refused[key] = "a number that float32 cannot hold"
 
     def add_derived(self, key: str, dtype: torch.dtype, shape: Sequence[int], master: str) -> None:
         """Add a tensor that is computed by rounding its master to a dtype."""
@@ -317,7 +317,7 @@ def _check_tiled(
     ]
     wrong += [f"{key!r}: some elements twice, and some not at all" for key in _doubled(pieces)] if not wrong else []
     if wrong:
-        heading = "open: the ranks' files don't hold every element of these tensors exactly once"
+        heading = "open: the ranks' files do not hold every element of these tensors exactly once"
         fix = "A rank's file is missing, or belongs to another save; copy all files of one save, or load another one."
         raise CorruptCheckpoint(error_text(heading, offenders=wrong, fix=fix))
 

@@ -40,7 +40,7 @@ class ValueAt:
         >>> ValueAt({"groups": [{"lr": "high"}]}, "optim.pt").member("groups").items()[0].member("lr").of(int, float)
         Traceback (most recent call last):
         ...
-        shardtree.errors.CorruptCheckpoint: open: 'optim.pt' doesn't have the content of its format
+        shardtree.errors.CorruptCheckpoint: open: 'optim.pt' does not have the content of its format
           found saved['groups'][0]['lr'] is 'high', a str, expected an int or a float
           It was damaged, or made by another program; load another checkpoint.
     """
@@ -91,7 +91,7 @@ class ValueAt:
         return {key: ValueAt(value, self.file, (*self.path, key)) for key, value in entries.items()}
 
     def _wrong(self, expected: str) -> CorruptCheckpoint:
-        heading = f"open: {self.file!r} doesn't have the content of its format"
+        heading = f"open: {self.file!r} does not have the content of its format"
         found = f"{render_path(self.path, 'saved')} is {_shown(self.value)}"
         fix = "It was damaged, or made by another program; load another checkpoint."
         return CorruptCheckpoint(error_text(heading, found=found, expected=expected, fix=fix))

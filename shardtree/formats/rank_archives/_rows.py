@@ -93,7 +93,7 @@ def _check_loadable(checkpoint: Checkpoint, contents: Contents, shards: Sequence
     if wrong:
         fix = "Leave them out of the target. Where copies differ, LoadOptions(verify=None) reads the first rank's."
         raise UnsupportedValue(
-            error_text("load: tensors that the ranks' files don't determine", offenders=wrong, fix=fix)
+            error_text("load: tensors that the ranks' files do not determine", offenders=wrong, fix=fix)
         )
 
 
@@ -175,8 +175,8 @@ def _not_its_own(
     name = index.file(int(index.chunk_file[rows[0]])).name
     return CorruptCheckpoint(
         error_text(
-            f"load: {checkpoint.storage.where(name)!r} isn't the file that was saved with these weights",
-            found=f"element {flat} of the master of {pair.weight!r}, rounded, isn't the weight",
+            f"load: {checkpoint.storage.where(name)!r} is not the file that was saved with these weights",
+            found=f"element {flat} of the master of {pair.weight!r}, rounded, is not the weight",
             expected="masters that equal the weights after rounding",
             fix="A rank's file was copied, exchanged or taken from another step, or the weights were edited; "
             "load another checkpoint. LoadOptions(verify=None) skips the comparison.",

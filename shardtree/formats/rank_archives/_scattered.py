@@ -154,7 +154,7 @@ def check_record(reader: Reader, tensor: StoredTensor, verify: Verify, where: st
         return False
     end = record.begin + record.nbytes
     if read_crc32(reader, record.begin, end) != record.crc32:
-        heading = f"load: {where!r} isn't what was saved: a tensor's checksum differs"
+        heading = f"load: {where!r} is not what was saved: a tensor's checksum differs"
         fix = "The medium or a later program damaged it; load another checkpoint."
         raise CorruptCheckpoint(error_text(heading, offenders=[f"bytes {record.begin} to {end}"], fix=fix))
     return True

@@ -62,7 +62,7 @@ def listed(storage: Storage) -> Listing:
     if where.replace("\\", "/").rstrip("/").rpartition("/")[2].startswith("tmp_"):
         fix = "Take an earlier step. If you know that all ranks had finished, give the folder its final name."
         found = "a folder named tmp_…, which torch_checkpointing renames once all ranks have written"
-        raise CorruptCheckpoint(error_text(f"open: the save of {where!r} wasn't finished", found=found, fix=fix))
+        raise CorruptCheckpoint(error_text(f"open: the save of {where!r} was not finished", found=found, fix=fix))
     names = set(storage.names())
     files: dict[str, dict[int, str]] = by_item(names)
     boxes: dict[PathAt, dict[int, ValueAt]] = {}
@@ -309,7 +309,7 @@ def _place_boxes(
             return
         for offset, inner, size in zip(*rows, strict=True):
             if not _is_inside(inner, size, tensor.shape) or not _is_inside(offset, size, whole):
-                tensors.refused[key] = f"{files[number].where!r} has boxes of it that aren't inside the rank's tensor"
+                tensors.refused[key] = f"{files[number].where!r} has boxes of it that are not inside the rank's tensor"
                 return
             first, other = places.setdefault((offset, size), (number, tensor))
             if first == number:

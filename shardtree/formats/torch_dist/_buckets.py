@@ -127,7 +127,7 @@ def _bucket(name: str, match: re.Match[str], states: Mapping[str, TensorEntry]) 
     edges = {(*sorted(at for ((at,), _) in entry.boxes), entry.shape[0]) for entry in states.values()}
     dtypes = {state: entry.dtype for state, entry in states.items() if entry.dtype is not None}
     if dtypes.get(MASTER) is torch.int16:
-        heading = f"open: {name!r} has 16-bit remainders in place of masters: its parameters can't be identified"
+        heading = f"open: {name!r} has 16-bit remainders in place of masters: its parameters cannot be identified"
         fix = "Load the model alone, or go on in Megatron-Core and save with store_param_remainders=False."
         raise UnsupportedValue(error_text(heading, fix=fix))
     if len(edges) != 1 or len(dtypes) != len(states) or dtypes.get(MASTER) is not torch.float32:

@@ -30,7 +30,7 @@ def load_common(checkpoint: Checkpoint) -> Any:
     listing = read_listing(checkpoint)
     if COMMON_OBJECT not in listing.values:
         where = checkpoint.storage.where()
-        fix = "The checkpoint wasn't finished, or was edited; load another one."
+        fix = "The checkpoint was not finished, or was edited; load another one."
         raise CorruptCheckpoint(error_text(f"load: {where!r} has no common state", expected=COMMON_OBJECT, fix=fix))
     ((_, value),) = decoded(checkpoint, listing, [listing.values[COMMON_OBJECT]])
     return unboxed(value)

@@ -201,7 +201,7 @@ def true_boxes(entry: TensorEntry) -> ChunkBoxes:
     in_cell = in_grid.all(axis=1) & (start >= 0) & (start <= stop) & (stop <= entry.shape[-1])
     if not in_cell.all():
         at, size = entry.boxes[int(np.argmin(in_cell))]
-        raise ValueError(f"its chunk {size} at {at} isn't a range of one cell of {entry.shape}")
+        raise ValueError(f"its chunk {size} at {at} is not a range of one cell of {entry.shape}")
     shape = np.array(cell, dtype=np.int64)
     offsets, shapes = entry.offsets[:, :-1] * shape, np.tile(shape, (len(start), 1))
     return ChunkBoxes(entry.grid_shape, offsets, shapes, np.stack([start, stop], axis=1))
@@ -214,7 +214,7 @@ def _cell(stored_shape: Ints, shape: Ints) -> Ints:
     )
     cell = tuple(size // count for size, count in zip(shape, stored_shape, strict=False)) if fits else ()
     if not fits or prod(cell) != stored_shape[-1]:
-        raise ValueError(f"it is stored with shape {stored_shape}, which isn't a grid of flattened cells of {shape}")
+        raise ValueError(f"it is stored with shape {stored_shape}, which is not a grid of flattened cells of {shape}")
     return cell
 
 

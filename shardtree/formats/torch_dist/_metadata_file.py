@@ -164,9 +164,9 @@ class _TensorTable:
 
     def _add_shape(self, key: str, shape: Any) -> Column:
         if type(shape) is not tuple or len(shape) > _MOST_AXES:
-            raise ValueError(f"{key!r}: a shape or offset that isn't a tuple of at most {_MOST_AXES} axes")
+            raise ValueError(f"{key!r}: a shape or offset that is not a tuple of at most {_MOST_AXES} axes")
         if not {*map(type, shape)} <= {int}:
-            raise ValueError(f"{key!r}: its sizes aren't whole numbers")
+            raise ValueError(f"{key!r}: its sizes are not whole numbers")
         return np.array([self.scan_columns.shapes.add(shape)])
 
     def add_run(self, run: Run) -> None:
@@ -209,7 +209,7 @@ class _PlaceTable:
         state = info.state
         file, byte, length = state["relative_path"], state["offset"], state["length"]
         if type(file) is not str or type(byte) is not int or type(length) is not int:
-            raise ValueError("a place that isn't a file name, an offset and a length")
+            raise ValueError("a place that is not a file name, an offset and a length")
         if refusal := _refusal(file, state.get("transform_descriptors")):
             self.refusals[len(self.file)] = refusal
         key, offset = index.state["fqn"], index.state.get("offset")
@@ -333,7 +333,7 @@ def _grid_shape(key: str, flat: Any) -> Ints | None:
         return None
     shape = tuple(shape)
     if len(shape) > _MOST_AXES or not {*map(type, shape)} <= {int}:
-        raise ValueError(f"{key!r}: its sizes aren't whole numbers")
+        raise ValueError(f"{key!r}: its sizes are not whole numbers")
     return shape
 
 
@@ -348,5 +348,5 @@ def _paths(planner: Any) -> Paths | None:
             or not 0 < len(path) <= _DEEPEST
             or not {type(entry) for entry in path} <= {str, int}
         ):
-            raise ValueError("a path of planner_data that doesn't consist of names and positions")
+            raise ValueError("a path of planner_data that does not consist of names and positions")
     return planner

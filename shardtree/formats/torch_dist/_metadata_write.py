@@ -273,7 +273,7 @@ def _plain_opcodes(writer: PickleWriter, value: Any) -> bytes:
     before = len(writer.memo)
     code = _opcodes(writer, value)
     if len(writer.memo) != before:
-        raise ValueError(f"{value} has names that weren't written before")
+        raise ValueError(f"{value} has names that were not written before")
     return code
 
 

@@ -113,7 +113,7 @@ def differing(
         dtype = index.kind(number).dtype
         place, _ = first_difference(read, pair, box, dtype)
         if place is not None:
-            reasons[box.key] = f"in {dtype_name(dtype)} it isn't {pair.weight!r}, first at {place}"
+            reasons[box.key] = f"in {dtype_name(dtype)} it is not {pair.weight!r}, first at {place}"
     return reasons
 
 
@@ -162,7 +162,7 @@ def refuse(checkpoint: Checkpoint, wrong: Mapping[str, str]) -> None:
     """
     if not wrong:
         return
-    heading = f"load: optimizer states in {checkpoint.storage.where()!r} don't belong to the weights beside them"
+    heading = f"load: optimizer states in {checkpoint.storage.where()!r} do not belong to the weights beside them"
     offenders = (f"{key!r}: {reason}" for key, reason in sorted(wrong.items()))
     raise CorruptCheckpoint(error_text(heading, offenders=offenders, fix=FIX))
 
@@ -171,5 +171,5 @@ FIX = (
     "Megatron-Core 0.15.0 to 0.19.2 saves wrong fully_reshardable optimizers if a bucket ends with padding: masters "
     "and moments then belong to other parameters. Save the run again as dp_reshardable. The weights alone can be "
     "loaded from here. If they were edited, LoadOptions(verify=None) skips the comparison. 16-bit remainders of the "
-    "weights (store_param_remainders) can't be compared, so that their states are refused too."
+    "weights (store_param_remainders) cannot be compared, so that their states are refused too."
 )

@@ -274,11 +274,11 @@ def _unclear(units: Collection[Unit], orders: Sequence[Order]) -> UnsupportedVal
         {full_name(piece) for unit in units if not _is_one(unit) for pieces in unit.candidates for piece in pieces}
     )
     group = next(iter(units)).bucket.group
-    heading = f"open: parameters of {group!r} have equal weights, and their moments can't be told apart"
+    heading = f"open: parameters of {group!r} have equal weights, and their moments cannot be told apart"
     fix = "Pass parameter_names=, the names in the order of the model's named_parameters(), with layers' numbers."
     if any(order.names is not None for order in orders):
         fix = (
-            "Leave frozen parameters out of parameter_names=; if that doesn't help, load a checkpoint of a later step."
+            "Leave frozen parameters out of parameter_names=; if that does not help, load a checkpoint of a later step."
         )
     return UnsupportedValue(error_text(heading, offenders=unclear, fix=fix))
 

@@ -274,7 +274,7 @@ def shapes_in(parts: Sequence[bytes], memoized: bool, is_size: Callable[[int], b
     is_new = start + width < end
     rows = np.flatnonzero(is_new)
     if not all(map(is_size, np.unique(number[rows]).tolist())):
-        raise Irregular("a shape that isn't made by torch.Size")
+        raise Irregular("a shape that is not made by torch.Size")
     axes, values, opening = _tuples_at(buffer, (start + width)[rows])
     counts = np.zeros(len(parts), dtype=np.int64)
     if memoized:

@@ -60,7 +60,7 @@ class StoredArray:
         if self.fill is not None:
             return ""
         how = "null" if isinstance(self.document, dict) and "fill_value" in self.document else "missing"
-        return f"a chunk isn't stored, and the array's fill_value is {how}"
+        return f"a chunk is not stored, and the array's fill_value is {how}"
 
     @property
     def counts(self) -> Shape:

@@ -253,7 +253,7 @@ def _unsound(storage: Storage, name: str, found: str, expected: str) -> CorruptC
     fix = "The file was damaged after it was saved; load another checkpoint."
     return CorruptCheckpoint(
         error_text(
-            f"open: {storage.where(name)!r} isn't a valid file of inner chunks", found=found, expected=expected, fix=fix
+            f"open: {storage.where(name)!r} is no valid file of inner chunks", found=found, expected=expected, fix=fix
         )
     )
 

@@ -42,7 +42,7 @@ def check_harmless(codecs: Iterable[Any], what: str) -> None:
         >>> check_harmless([{"id": "pickle"}], "'w'")
         Traceback (most recent call last):
         ...
-        shardtree.errors.UnsafeFile: open: 'w' has a codec that isn't known to be harmless
+        shardtree.errors.UnsafeFile: open: 'w' has a codec that is not known to be harmless
           found 'pickle'
           Rewrite the array without this codec.
     """
@@ -52,7 +52,7 @@ def check_harmless(codecs: Iterable[Any], what: str) -> None:
             fix = "Rewrite the array without this codec."
             codec_name = repr(name)[:200]
             raise UnsafeFile(
-                error_text(f"open: {what} has a codec that isn't known to be harmless", found=codec_name, fix=fix)
+                error_text(f"open: {what} has a codec that is not known to be harmless", found=codec_name, fix=fix)
             )
         # Sharding nests codecs, and a harmful one may be inside.
         for group in ("codecs", "index_codecs"):
@@ -197,15 +197,15 @@ def _check_chunk(codecs: Sequence[Any], data: bytes, nbytes: int, what: str) -> 
         return
     # The decoded length of a second compressor is only known after decoding with the first one.
     if _DECODED_LENGTHS.keys() & set(names[:-1]):
-        codec_names, fix = ", ".join(names)[:200], "Rewrite it with one compressor, as the last codec."
-        raise UnsupportedValue(error_text(f"load: {what} has a compressor that isn't last", found=codec_names, fix=fix))
+        found, fix = ", ".join(names)[:200], "Rewrite it with one compressor, as the last codec."
+        raise UnsupportedValue(error_text(f"load: {what} has a compressor before its last codec", found=found, fix=fix))
     # Against decompression bombs, the decoded length is read from headers, or found in steps, before it is allocated.
     most = _TIMES_WIDER * nbytes + _SLACK_BYTES
     try:
         length = _DECODED_LENGTHS[names[-1]](data, most)
     except (zlib.error, lzma.LZMAError, OSError, EOFError, ValueError, IndexError, struct.error) as error:
         fix = "The file was damaged or cut off; load another checkpoint."
-        text = error_text(f"load: {what} can't be decoded", found=str(error)[:200], fix=fix)
+        text = error_text(f"load: {what} cannot be decoded", found=str(error)[:200], fix=fix)
         raise CorruptCheckpoint(text) from error
     if length > most:
         fix = "The file was damaged, or made to fill the memory; load another checkpoint."

@@ -266,7 +266,7 @@ def find_arrays(storage: Storage) -> tuple[list[StoredArray], list[Object], dict
                 untaken[folder] = "torch has no such dtype"
         folder_objects, others = _objects(storage, folder, names)
         objects += folder_objects
-        untaken |= dict.fromkeys(others, "its name isn't that of a sharded object")
+        untaken |= dict.fromkeys(others, "its name is not that of a sharded object")
     return arrays, objects, untaken
 
 
@@ -359,7 +359,7 @@ _MOST_MISSING = 1000
 def needed_files(storage: Storage, group: Group) -> dict[str, int]:
     """Return the files that the group's tensors and objects need: minimum length by name, 0 if it is not known.
 
-    A missing chunk's file is needed only if its array has no fill value, which is so in arrays that Megatron-Core wrote.
+    A missing chunk's file is needed only if its array has no fill value, as in arrays that Megatron-Core wrote.
     """
     needed: dict[str, int] = {}
     names = group.index.file_names()

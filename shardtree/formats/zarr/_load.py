@@ -77,7 +77,7 @@ def decoded(storage: Storage, array: StoredArray, cell: Shape) -> torch.Tensor:
         cause = f"{type(error).__name__}: {error}"[:300]
         fix = "Install the codecs of the program that wrote it. If they are installed, the file is damaged: restore it."
         raise CorruptCheckpoint(
-            error_text(f"load: {storage.where(name)!r} can't be decoded", found=cause, fix=fix)
+            error_text(f"load: {storage.where(name)!r} cannot be decoded", found=cause, fix=fix)
         ) from error
     return torch.from_numpy(values.reshape(-1).view(np.uint8).copy())
 

@@ -209,7 +209,7 @@ def _all_writes(pending: PendingSave, tensors: Sequence[ShardedTensor]) -> tuple
         return columns, np.arange(len(tensors))
     if pending.layout is None:
         fix = "Save with validate_access_integrity=True, so that ranks exchange their layouts."
-        raise StrategyError(error_text("save: zarr chunks need all ranks' layouts, which aren't exchanged", fix=fix))
+        raise StrategyError(error_text("save: zarr chunks need all ranks' layouts, which are not exchanged", fix=fix))
     if isinstance(pending.state, ZarrSaving):  # This process also plays another rank, which has computed them.
         columns = pending.state.columns
     else:
@@ -217,7 +217,7 @@ def _all_writes(pending: PendingSave, tensors: Sequence[ShardedTensor]) -> tuple
         columns = select_rows(pending.layout, np.flatnonzero(level_writes(pending.layout, pending.world.size)))
     mine = np.flatnonzero(columns.rank == pending.world.rank)
     if [columns.keys[number] for number in columns.key[mine].tolist()] != [shard.key for shard in tensors]:
-        heading, count = "save: the shards aren't those that the ranks agreed on", f"{len(tensors)} shards to write"
+        heading, count = "save: the shards are not those that the ranks agreed on", f"{len(tensors)} shards to write"
         raise IntegrityError(error_text(heading, found=count, expected=f"{mine.size} shards"))
     own_numbers = np.full(len(columns), -1, dtype=np.int64)
     own_numbers[mine] = np.arange(mine.size)

@@ -129,7 +129,7 @@ def _index_span(array: StoredArray, length: int) -> tuple[tuple[int, int], ...]:
 def _check_packed(checkpoint: Checkpoint, chunk: _Chunk, length: int) -> list[Finding]:
     """Decode a compressed or otherwise encoded chunk file, which checks its codecs' checksums; return the findings."""
     storage, array = checkpoint.storage, chunk.array
-    unread = [Unchecked(chunk.name, "chunks that can't be decoded on this machine", length)]
+    unread = [Unchecked(chunk.name, "chunks that cannot be decoded on this machine", length)]
     try:
         decoded(storage, array, chunk.cell)
     except (StrategyError, UnsupportedValue):

@@ -81,7 +81,7 @@ def refuse_other_boxes(what: str, planner: Any, boxes: Sequence[tuple[str, Box]]
         if isinstance(shard, ShardedBase) and _box(shard) != box:
             problems.append(f"{name}: {state[name].placements}")
     if problems:
-        heading = f"{what}: DTensors whose parts aren't the single boxes that DCP assumes"
+        heading = f"{what}: DTensors whose parts are not the single boxes that DCP assumes"
         fix = "Use st.save and st.load with shardtree.interop.dtensor.from_dtensors(state), which handle such parts."
         raise UnsupportedValue(error_text(heading, offenders=problems, fix=fix))
 

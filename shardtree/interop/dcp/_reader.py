@@ -100,7 +100,7 @@ class CheckpointReader(StorageReader):
         options: LoadOptions | None = None,
     ) -> None:
         if not callable(rename):
-            heading, found = "CheckpointReader: rename isn't a function", type(rename).__name__
+            heading, found = "CheckpointReader: rename is not a function", type(rename).__name__
             raise MetadataError(error_text(heading, found=found, expected="a function from a stored key to a name"))
         self.checkpoint_dir = checkpoint_dir
         self.rename = rename
@@ -139,7 +139,7 @@ class CheckpointReader(StorageReader):
         try:
             common = tree.common()
         except (UnsafeFile, UnsupportedValue) as error:
-            heading = "dcp.load: tensors and objects alone can be loaded, since plain values can't be read"
+            heading = "dcp.load: tensors and objects alone can be loaded, since plain values cannot be read"
             warnings.warn(error_text(heading, found=error), stacklevel=2)
             common = {}
         values, paths = flattened(common)

@@ -85,7 +85,7 @@ def _shard(source: PlacedTensor, parts: Parts) -> ShardedTensor | ShardedTensorF
     local = local_tensor(source.tensor)
     if tuple(local.shape) != part.shape:
         where = f"{source.key!r} at {render_path(source.path)}"
-        heading = f"from_dtensors: {where}: the local tensor doesn't match its placements"
+        heading = f"from_dtensors: {where}: the local tensor does not match its placements"
         found, expected = (
             f"a local tensor of shape {tuple(local.shape)}",
             f"shape {part.shape}, this rank's part of {whole}",

@@ -271,7 +271,7 @@ def _report(loading: _Loading, found: IncompatibleKeys, shapes: Shapes, *, stric
     if strict:
         unknown = sorted(loading.keys[name] for name in found.unexpected_keys if name in extras)
         if unknown:
-            heading = "load_module: the module's own load_state_dict doesn't take these stored values: none was loaded"
+            heading = "load_module: the module's own load_state_dict does not take these stored values: none was loaded"
             expected = "a load hook that undoes what the state_dict hook does"
             fix = "Register it (register_load_state_dict_pre_hook), or pass strict=False."
             raise KeyMismatch(error_text(heading, offenders=unknown, expected=expected, fix=fix))

@@ -111,7 +111,7 @@ def target_of(source: ModuleSource, names: Named, common: Mapping[str, Any], wor
     shards = from_dtensors(tensors, within=source.within, strided=source.strided, replicated=replicated)
     outside = [name for name, tensor in tensors.items() if name not in shards and not is_dtensor(tensor)]
     if outside:
-        heading = "load_module: this rank has plain tensors, but isn't in the mesh passed as within="
+        heading = "load_module: this rank has plain tensors, but is not in the mesh passed as within="
         found, expected = f"rank {source.within.get_rank()}", f"one of the mesh's ranks {source.within.mesh.tolist()}"
         fix = "Pass the mesh of the ranks that hold this module, such as its pipeline stage's."
         raise MetadataError(error_text(heading, offenders=outside, found=found, expected=expected, fix=fix))
@@ -188,7 +188,7 @@ def _check_fits(name: str, value: torch.Tensor, shape: torch.Size, dtype: torch.
     if value.shape != shape or (value.dtype != dtype and not cast):
         found, expected = f"{tuple(value.shape)} {value.dtype}", f"{tuple(shape)} {dtype}"
         fix = "If only the dtypes differ, pass cast=True."
-        raise ShapeError(error_text(f"load_module: {name!r} doesn't fit", found=found, expected=expected, fix=fix))
+        raise ShapeError(error_text(f"load_module: {name!r} does not fit", found=found, expected=expected, fix=fix))
 
 
 # Values for hooks

@@ -48,7 +48,7 @@ def mesh_of(device_mesh: Any) -> Mesh:
     try:
         ranks = device_mesh.mesh
     except RuntimeError as error:
-        heading, fix = "mesh_of: this process isn't in the sub-mesh", "Pass the whole mesh, or a slice that it is in."
+        heading, fix = "mesh_of: this process is not in the sub-mesh", "Pass the whole mesh, or a slice that it is in."
         raise MetadataError(error_text(heading, found=error, fix=fix)) from error
     except AttributeError as error:
         heading, expected = "mesh_of: not a DeviceMesh", "what init_device_mesh returns, or a slice of it"
@@ -127,7 +127,7 @@ def widened(own: Mesh, outer: Mesh) -> Mesh:
 
 def _not_a_slice(own: Mesh, outer: Mesh) -> MetadataError:
     heading, fix = (
-        "a DTensor's mesh isn't a slice of the expected mesh",
+        "a DTensor's mesh is not a slice of the expected mesh",
         "Pass the parent mesh, from which its mesh was sliced, as within=...",
     )
     expected = f"a slice of {outer}"
@@ -260,7 +260,7 @@ class ReadOptions:
             raise MetadataError(error_text(heading, found=repr(self.strided), expected=expected))
         for name, value in (("key", self.key), ("replicated", self.replicated)):
             if value is not None and not callable(value):
-                heading = f"from_dtensors: {name} isn't a function"
+                heading = f"from_dtensors: {name} is not a function"
                 raise MetadataError(error_text(heading, found=type(value).__name__, expected="a function"))
         if self.replicated is not None and (self.within is None or isinstance(self.within, Mesh)):
             # A Mesh doesn't know which of its ranks this one is.

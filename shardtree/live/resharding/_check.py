@@ -51,7 +51,7 @@ def transfer_problems(source: ShardColumns, target: ShardColumns, transfers: Tra
     strays |= (transfers.target < 0) | (transfers.target >= len(target))
     if strays.any():
         count = plural(int(strays.sum()), "transfer")
-        return (Problem("transfers", (), f"{count} of shards that don't exist"),)
+        return (Problem("transfers", (), f"{count} of shards that do not exist"),)
     problems = [*_wrong_kinds(source, target), *_wrong_transfers(source, target, transfers)]
     return (*problems, *_wrong_counts(target, transfers), *_too_early(target, transfers))
 
@@ -108,7 +108,7 @@ def _wrong_places(
     outside |= (shard.start >= 0) & ((first_element < 0) | (last_element >= shard.stop - shard.start))
     element, strides = memory
     elsewhere = (element != first_element) | ((strides != stride) & (transfers.shape > 1)).any(axis=1)
-    return {f"isn't in the shard {which}": outside, f"is misplaced in the shard {which}": elsewhere & ~outside}
+    return {f"is not in the shard {which}": outside, f"is misplaced in the shard {which}": elsewhere & ~outside}
 
 
 def _first_problems(target: ShardColumns, transfers: Transfers, rows: Column, what: str) -> Iterator[Problem]:
@@ -146,7 +146,7 @@ def _wrong_counts(target: ShardColumns, transfers: Transfers) -> Iterator[Proble
         )
         yield Problem(target.keys[key], (int(target.rank[row]),), description, box, flat)
     if wrong.size > _SHOWN_PROBLEMS:
-        yield Problem("transfers", (), f"and {wrong.size - _SHOWN_PROBLEMS} more shards aren't written once")
+        yield Problem("transfers", (), f"and {wrong.size - _SHOWN_PROBLEMS} more shards are not written once")
 
 
 def _too_early(target: ShardColumns, transfers: Transfers) -> Iterator[Problem]:
@@ -160,7 +160,7 @@ def _too_early(target: ShardColumns, transfers: Transfers) -> Iterator[Problem]:
     left, right = left[earlier], right[earlier]
     _, common = intersect(offset[later[left]], shape[later[left]], offset[right], shape[right])
     lacks = group_sums(left, volumes(common), later.size) < volumes(shape[later])
-    yield from _first_problems(target, transfers, later[lacks], "comes from a shard that doesn't have it yet")
+    yield from _first_problems(target, transfers, later[lacks], "comes from a shard that does not have it yet")
 
 
 # Layouts between which no plan is possible.
@@ -216,7 +216,7 @@ def _fixes(pairs: Collection[tuple[TensorKind, TensorKind]]) -> Iterator[str]:
     if any(convertible(*pair) for pair in dtypes):
         yield "Pass cast=True to convert the source's dtype."
     if not all(convertible(*pair) for pair in dtypes):
-        yield "Ask for the source's dtype, where values can't be converted without a loss."
+        yield "Ask for the source's dtype, where values cannot be converted without a loss."
     if any(before.global_shape != after.global_shape for before, after in pairs):
         yield "Resharding keeps global shapes; save and load to change padding."
 
@@ -257,7 +257,7 @@ def check_mains(source: ShardColumns, target: ShardColumns) -> None:
     # Faults of tensors that no target asks for don't matter: they aren't moved.
     is_wanted = np.array([key in keys for key in source.keys], dtype=np.bool_)[source.key]
     problems = write_problems(select_rows(source, np.flatnonzero(source.main & is_wanted)))
-    _raise("plan_reshard: main replicas of the source don't tile their tensors", problems)
+    _raise("plan_reshard: main replicas of the source do not tile their tensors", problems)
 
 
 def check_gaps(target: ShardColumns, pieces: Pieces) -> None:
@@ -267,7 +267,7 @@ def check_gaps(target: ShardColumns, pieces: Pieces) -> None:
         IntegrityError: Some elements have no holder; the error names keys, ranks and boxes.
     """
     rows = np.flatnonzero(pieces.place == NOWHERE)
-    _raise("plan_reshard: the source doesn't hold all that the target asks for", _gaps(target, pieces, rows.tolist()))
+    _raise("plan_reshard: the source does not hold all that the target asks for", _gaps(target, pieces, rows.tolist()))
 
 
 def _gaps(target: ShardColumns, pieces: Pieces, rows: Iterable[int]) -> Iterator[Problem]:

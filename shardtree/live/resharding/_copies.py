@@ -161,7 +161,7 @@ def _integer_view(columns: ShardColumns, row: int, elements: int, memories: Memo
     if memory.layout is not torch.strided or memory.is_quantized or memory.is_nested:
         found, fix = f"{memory.layout} {memory.dtype}", "Pass its .to_dense(), or its parts as separate tensors."
         raise UnsupportedValue(
-            error_text(f"reshard: {_name(columns, row)} isn't a plain dense tensor", found=found, fix=fix)
+            error_text(f"reshard: {_name(columns, row)} is not a plain dense tensor", found=found, fix=fix)
         )
     return as_integers(memory)
 

@@ -379,7 +379,7 @@ def _check_schedule(plan: ReshardPlan, schedule: Schedule) -> None:
         and np.array_equal(transfers.to_rank[rows], schedule.to_rank)
     ):
         return
-    heading, fix = "peak_bytes: the schedule wasn't made from this plan", "Pass the result of this plan's `schedule`."
+    heading, fix = "peak_bytes: the schedule was not made from this plan", "Pass the result of this plan's `schedule`."
     found = f"{plural(len(schedule), 'piece')}, not all of this plan's transfers"
     expected = "only pieces of this plan's transfers"
     raise MetadataError(error_text(heading, found=found, expected=expected, fix=fix))

@@ -322,7 +322,7 @@ def plan_parts(text: str) -> Parts:
     check_sizes(source, target)
     problems = transfer_problems(source, target, transfers)
     if problems:
-        heading = "ReshardPlan.from_json: the plan doesn't fill its target"
+        heading = "ReshardPlan.from_json: the plan does not fill its target"
         raise MetadataError(
             error_text(heading, offenders=offence_lines(problems), fix="Write it with `to_json` again.")
         )
@@ -330,7 +330,7 @@ def plan_parts(text: str) -> Parts:
 
 
 def _refusal(problem: str) -> MetadataError:
-    heading, fix = "ReshardPlan.from_json: the text isn't a readable plan", "Pass the result of `to_json`."
+    heading, fix = "ReshardPlan.from_json: the text is not a readable plan", "Pass the result of `to_json`."
     return MetadataError(error_text(heading, found=problem, expected=f"{FORMAT!r} of version {VERSION}", fix=fix))
 
 
@@ -348,9 +348,9 @@ def _layout(record: Mapping[str, Any], axes: int) -> ShardColumns:
     columns: dict[str, Any] = {name: _column(record["shards"], name, axes) for name in _SHARD_COLUMNS}
     _check_lengths("shards", columns)
     if list(kinds) != sorted(kinds) or len(kinds) != len(record["tensors"]):
-        raise ValueError("keys of tensors aren't sorted, or one occurs twice")
+        raise ValueError("keys of tensors are not sorted, or one occurs twice")
     if np.any((columns["key"] < 0) | (columns["key"] >= len(kinds))):
-        raise ValueError("a shard belongs to a tensor that isn't listed")
+        raise ValueError("a shard belongs to a tensor that is not listed")
     return ShardColumns(tuple(kinds), tuple(kinds.values()), **columns)
 
 

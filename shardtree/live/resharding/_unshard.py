@@ -75,7 +75,7 @@ def assembled(columns: ShardColumns, shards: Sequence[ShardedTensor]) -> dict[st
         if not _has_elements(shards[row].data)
     ]
     if absent:
-        fix = "Pass shards with data that isn't on the meta device, such as the result of a load."
+        fix = "Pass shards with data that is not on the meta device, such as the result of a load."
         raise ShapeError(error_text("unshard: shards have no tensor with elements", offenders=absent, fix=fix))
     return {key: _whole(columns, shards, number, rows[number]) for number, key in enumerate(columns.keys)}
 

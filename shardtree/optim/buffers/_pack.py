@@ -33,7 +33,7 @@ def parameter_shapes(parameters: Mapping[str, Any]) -> dict[str, tuple[int, ...]
     """
     if not isinstance(parameters, Mapping):
         fix = "Pass {name: shape, tensor or shard}, such as dict(module.named_parameters())."
-        heading, found = "plan_buffers: parameters isn't a mapping", type(parameters).__name__
+        heading, found = "plan_buffers: parameters is not a mapping", type(parameters).__name__
         raise MetadataError(error_text(heading, found=found, expected="a mapping", fix=fix))
     wrong = [text for name, value in parameters.items() if (text := _problem(name, value))]
     if wrong:
@@ -99,7 +99,7 @@ def check_parameters(plan: BufferPlan, parameters: Mapping[str, Any], doing: str
     """
     if not isinstance(parameters, Mapping):
         found, fix = type(parameters).__name__, "Pass {name: shard}, with the plan's names."
-        heading = f"{doing}: parameters isn't a mapping"
+        heading = f"{doing}: parameters is not a mapping"
         raise ShapeError(error_text(heading, found=found, expected="a mapping", fix=fix))
     missing = [repr(place.name) for place in plan.places if place.name not in parameters]
     if missing:
@@ -112,7 +112,7 @@ def check_parameters(plan: BufferPlan, parameters: Mapping[str, Any], doing: str
     ]
     if wrong:
         fix = "Pass box shards or factories, those that the buffer was planned for."
-        raise ShapeError(error_text(f"{doing}: parameters that don't fit the plan", offenders=wrong, fix=fix))
+        raise ShapeError(error_text(f"{doing}: parameters that do not fit the plan", offenders=wrong, fix=fix))
 
 
 def _misfit(value: Any, shape: tuple[int, ...]) -> str | None:
@@ -218,7 +218,7 @@ def _names_in_order(shapes: Mapping[str, Any], order: Iterable[str] | None) -> l
     wrong += [f"{name!r} occurs {count} times" for name, count in counts.items() if count > 1]
     if wrong:
         fix = "Pass all names of `parameters`, each once, such as reversed(parameters)."
-        raise KeyMismatch(error_text("plan_buffers: order isn't a permutation of all names", offenders=wrong, fix=fix))
+        raise KeyMismatch(error_text("plan_buffers: order is not a permutation of all names", offenders=wrong, fix=fix))
     return names
 
 

@@ -280,7 +280,7 @@ def check_plan(plan: object, doing: str) -> None:
     if not isinstance(plan, BufferPlan):
         fix = "Pass the result of plan_buffers as the first argument."
         raise MetadataError(
-            error_text(f"{doing}: plan isn't a BufferPlan", found=type(plan).__name__, expected="a BufferPlan", fix=fix)
+            error_text(f"{doing}: `plan` is no BufferPlan", found=type(plan).__name__, expected="a BufferPlan", fix=fix)
         )
 
 
@@ -293,5 +293,5 @@ def check_dtype(dtype: object, doing: str) -> None:
     if not isinstance(dtype, torch.dtype):
         found, fix = type(dtype).__name__, "Pass a dtype such as torch.float32."
         raise MetadataError(
-            error_text(f"{doing}: dtype isn't a torch.dtype", found=found, expected="a torch.dtype", fix=fix)
+            error_text(f"{doing}: dtype is not a torch.dtype", found=found, expected="a torch.dtype", fix=fix)
         )

@@ -99,7 +99,7 @@ def _check_slices(plan: BufferPlan, rank: int, slices: Sequence[Any]) -> None:
         expected = f"a list of {plural(len(lengths), 'tensor')}, one per bucket"
         fix = "Pass a list with a tensor for each of `plan.slice_lengths`, even if there is only one bucket."
         raise ShapeError(
-            error_text(f"{subject}: slices don't fit the buckets", found=found, expected=expected, fix=fix)
+            error_text(f"{subject}: slices do not fit the buckets", found=found, expected=expected, fix=fix)
         )
     wrong = [
         f"bucket {bucket}: {_kind(part)}, not ({length},)"
@@ -127,7 +127,7 @@ def _checked_tree(rank: int, tree: Any, lengths: Mapping[str, int], dtype: torch
     subject = f"buffer_slices: rank {rank}"
     if not isinstance(tree, Mapping):
         found, fix = type(tree).__name__, "Pass {name: tensor}, such as the result of a load of `flat_targets`."
-        raise ShapeError(error_text(f"{subject}: tree isn't a mapping", found=found, expected="a mapping", fix=fix))
+        raise ShapeError(error_text(f"{subject}: tree is not a mapping", found=found, expected="a mapping", fix=fix))
     wrong = [f"{name!r} is missing" for name in lengths if name not in tree]
     wrong += [f"{name!r}: the rank has no elements of it" for name in tree if name not in lengths]
     if wrong:
@@ -141,7 +141,7 @@ def _checked_tree(rank: int, tree: Any, lengths: Mapping[str, int], dtype: torch
         or (tensor.dtype, tuple(tensor.shape)) != (dtype, (length,))
     ]
     if wrong:
-        fix = "Pass each range as a 1-D tensor; and pass dtype= if it isn't torch.float32."
+        fix = "Pass each range as a 1-D tensor; and pass dtype= if it is not torch.float32."
         raise ShapeError(error_text(f"{subject}: wrong shapes or dtypes", offenders=wrong, fix=fix))
     empty = [repr(name) for name, tensor in tensors.items() if tensor.is_meta]
     if empty:
@@ -260,10 +260,10 @@ def _shards(
 ) -> dict[str, Parameter]:
     if not isinstance(prefix, str):
         raise MetadataError(
-            error_text("flat_shards: prefix isn't a string", found=type(prefix).__name__, expected="a string")
+            error_text("flat_shards: prefix is not a string", found=type(prefix).__name__, expected="a string")
         )
     if replica_id is not None and not callable(replica_id):
-        heading, fix = "flat_shards: replica_id isn't a function", "Pass a function from a replica id to another."
+        heading, fix = "flat_shards: replica_id is not a function", "Pass a function from a replica id to another."
         raise MetadataError(error_text(heading, found=type(replica_id).__name__, expected="a function", fix=fix))
     # Data-parallel ranks hold copies of a parameter, but different ranges, so each range is the main replica, and the
     # only one.
@@ -303,6 +303,6 @@ def _check_replicas(
         heading = "flat_shards: replica ids may or may not count data-parallel ranks"
         fix = (
             "Pass replica_id=lambda replica: 0 if only data-parallel ranks hold copies, or lambda replica: replica if "
-            "the ids don't count those; or give the parameters tuples (..., data-parallel rank) as replica ids."
+            "the ids do not count those; or give the parameters tuples (..., data-parallel rank) as replica ids."
         )
         raise MetadataError(error_text(heading, offenders=lines, fix=fix))

@@ -66,7 +66,7 @@ def known_layout(doing: str, layout: object, shards: Sequence[ShardedTensor], ra
     beyond = sorted(set(layout.rank[(layout.rank < 0) | (layout.rank >= ranks)].tolist()))
     if beyond:
         expected, fix = f"ranks 0 to {ranks - 1}", "Leave out the shards of other ranks, or correct the rank numbers."
-        heading = f"{doing}: the layout has shards of ranks that don't exist"
+        heading = f"{doing}: the layout has shards of ranks that do not exist"
         raise IntegrityError(error_text(heading, found=rank_text(beyond), expected=expected, fix=fix))
     columns = _with_used_keys(layouts.join_columns([layout]))
     columns = layouts.select_rows(columns, _place_order(columns))
@@ -255,7 +255,7 @@ def check_common(commons: Sequence[Any]) -> None:
     problems = layouts.common_problems(commons)
     if problems:
         fix = (
-            "Wrap a rank's own values in a ShardedObject, or in a LocalNonpersistentObject if they needn't be stored. "
+            "Wrap a rank's own values in a ShardedObject, or in a LocalNonpersistentObject if they need not be stored. "
             "If ranks have different keys, as pipeline stages do, SaveOptions(common='union') stores all. "
             "preprocess_common_before_consistancy_check only excludes values from the comparison: rank 0's "
             "are stored, and the other ranks' are lost."

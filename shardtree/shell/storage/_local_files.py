@@ -80,7 +80,7 @@ class LocalReader:
                 count = os.preadv(self.descriptor, pending[:MOST_BUFFERS], byte)
             except OSError as error:
                 # EFAULT: the destination's memory can't be written; the file itself is fine.
-                into = " into memory that can't be written" if error.errno == errno.EFAULT else ""
+                into = " into memory that cannot be written" if error.errno == errno.EFAULT else ""
                 raise StorageError(
                     error_text(f"cannot read {self.path!r} at byte {byte}{into}", found=error.strerror)
                 ) from error

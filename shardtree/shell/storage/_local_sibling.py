@@ -246,7 +246,7 @@ class LocalSibling:
         try:
             exchange_folders(one, other)
         except OSError as error:
-            heading = f"save: {self.root!r} cannot be replaced as a whole: its file system can't exchange two folders"
+            heading = f"save: {self.root!r} cannot be replaced as a whole: its file system cannot exchange two folders"
             raise StrategyError(error_text(heading, found=error.strerror, fix=_ELSEWHERE)) from error
         finally:
             shutil.rmtree(self._inside(_PROBE))

@@ -24,9 +24,9 @@ RefusalKind = Literal["sync", "permissions", "owner", "attributes"]
 _UNSUPPORTED = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM, errno.EACCES, errno.EBADF}
 
 _TEXTS: dict[RefusalKind, str] = {
-    "sync": "folders can't be synced, so a power failure may lose the names of files that were just written",
-    "permissions": "a folder doesn't have the permissions of the one that it replaces",
-    "owner": "a folder doesn't have the owner and group of the one that it replaces",
+    "sync": "folders cannot be synced, so a power failure may lose the names of files that were just written",
+    "permissions": "a folder does not have the permissions of the one that it replaces",
+    "owner": "a folder does not have the owner and group of the one that it replaces",
     "attributes": "a folder lacks extended attributes (such as access control lists) of the one that it replaces",
 }
 
@@ -43,7 +43,7 @@ class Refusal:
 
     Examples:
         >>> print(Refusal("permissions", "/mnt/run/step_10", "Operation not permitted"))
-        storage: a folder doesn't have the permissions of the one that it replaces: '/mnt/run/step_10'
+        storage: a folder does not have the permissions of the one that it replaces: '/mnt/run/step_10'
           found Operation not permitted
     """
 

@@ -259,7 +259,7 @@ def inside(name: str, root: str) -> str:
         >>> inside("../a", "checkpoint")
         Traceback (most recent call last):
         ...
-        shardtree.errors.StorageError: '../a' can't be a name in the folder 'checkpoint'
+        shardtree.errors.StorageError: '../a' cannot be a name in the folder 'checkpoint'
           expected a relative path in UTF-8, without '..' and NUL
     """
     # Each name is checked, since names come from files of any origin. The pattern is a fast path for plain names.
@@ -273,7 +273,7 @@ def inside(name: str, root: str) -> str:
         is_nameable = False
     if path.is_absolute() or ".." in path.parts or not is_nameable:
         expected = "a relative path in UTF-8, without '..' and NUL"
-        raise StorageError(error_text(f"{name!r} can't be a name in the folder {root!r}", expected=expected))
+        raise StorageError(error_text(f"{name!r} cannot be a name in the folder {root!r}", expected=expected))
     return "/".join(path.parts)
 
 

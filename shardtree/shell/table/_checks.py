@@ -34,15 +34,15 @@ def check_fit(problems: Sequence[plans.Misfit]) -> None:
         >>> check_fit([plans.Unexpected("decoder.bais", "decoder.bias")])
         Traceback (most recent call last):
         ...
-        shardtree.errors.KeyMismatch: load: the target doesn't fit the checkpoint
+        shardtree.errors.KeyMismatch: load: the target does not fit the checkpoint
           'decoder.bais': not stored (did you mean 'decoder.bias'?)
-          Take keys that aren't stored out of the target, or pass a lenient strict mode such as 'log_unexpected'.
+          Take keys that are not stored out of the target, or pass a lenient strict= such as 'log_unexpected'.
           `explain(...).problems` lists all, without a load.
     """
     if not problems:
         return
     # The error names all problems, so that a target with several can be mended at once.
-    heading, last = "load: the target doesn't fit the checkpoint", "`explain(...).problems` lists all, without a load."
+    heading, last = "load: the target does not fit the checkpoint", "`explain(...).problems` lists all, without a load."
     text = offences_text(heading, plans.with_prefixes(problems), last)
     unexpected = [problem for problem in problems if isinstance(problem, plans.Unexpected)]
     if unexpected:
@@ -150,7 +150,7 @@ def check_seen(storage: Storage, files: Iterable[tuple[str, int]], writer: str) 
     for name, length in files:
         if (length_here := storage.length(name)) != length:
             found = "no such file" if length_here is None else f"{length_here} bytes"
-            heading = f"save: rank 0 doesn't see {storage.where(name)!r} as {writer} wrote it"
+            heading = f"save: rank 0 does not see {storage.where(name)!r} as {writer} wrote it"
             fix = "Every rank must see the same folder; use shared storage."
             raise StorageError(error_text(heading, found=found, expected=f"{length} bytes", fix=fix))
 

@@ -202,13 +202,13 @@ class VerifyReport:
         Examples:
             >>> print(VerifyReport(100, (Unchecked("f", "no checksum", 7),), 93))
             100 B read, 93 B of the files checked
-            7 B in 1 file couldn't be checked: no checksum
+            7 B in 1 file could not be checked: no checksum
         """
         lines = [f"{size_text(self.bytes_read)} read, {size_text(self.bytes_checked)} of the files checked"]
         lines += [f"damaged: {text}" for text in shorten(list(map(str, self.damage)))]
         for why, group in by_reason(self.unchecked).items():
             amount = size_text(sum(unchecked.nbytes for unchecked in group))
-            lines.append(f"{amount} in {plural(len(group), 'file')} couldn't be checked: {why}")
+            lines.append(f"{amount} in {plural(len(group), 'file')} could not be checked: {why}")
         return "\n".join(lines)
 
     def __repr__(self) -> str:

@@ -387,4 +387,4 @@ def _entry(fields: Fields, field: str) -> tuple[str, int, str]:
         name, length, expected = (entry.get(part) for part in ("name", "length", "digest"))
         if isinstance(name, str) and type(length) is int and isinstance(expected, str):
             return name, length, expected
-    raise CorruptCheckpoint(error_text(f"open: metadata.json doesn't describe the {field}", found=f"{entry!r}"[:200]))
+    raise CorruptCheckpoint(error_text(f"open: metadata.json does not describe the {field}", found=f"{entry!r}"[:200]))

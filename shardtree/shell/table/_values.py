@@ -343,7 +343,7 @@ class AsyncRequest(Generic[T]):
         if outcome.fields is None:
             where = "" if self.folder is None else f" to {self.folder.where()!r}"
             fix = "Call result() in the process that scheduled the save."
-            raise WorldError(error_text(f"async save{where}: the save isn't in progress in this process", fix=fix))
+            raise WorldError(error_text(f"async save{where}: the save is not in progress in this process", fix=fix))
         return outcome.fields
 
     @shielded

@@ -355,7 +355,7 @@ def packages() -> Packages:
         try:
             entry_point.load()
         except Exception as error:
-            problem = f"entry point {entry_point.name!r} ({entry_point.value}) can't be loaded"
+            problem = f"entry point {entry_point.name!r} ({entry_point.value}) cannot be loaded"
             errors[f"{problem}: {type(error).__name__}: {error}"] = error
     if errors:
         fix = "Their formats are missing. Repair or uninstall these packages."

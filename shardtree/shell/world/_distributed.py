@@ -201,10 +201,10 @@ class DistributedWorld(World):
             yield group
         except (RuntimeError, ValueError) as error:
             absent = absent_ranks(group, range(self.size) if peers is None else peers, self.timeout)
-            who = f"{rank_text(absent)} of {self.size} didn't take part; " if absent else ""
+            who = f"{rank_text(absent)} of {self.size} did not take part; " if absent else ""
             raise WorldError(
                 error_text(
-                    f"{what}: {who}rank {self.rank} of {self.size} can't reach its peers",
+                    f"{what}: {who}rank {self.rank} of {self.size} cannot reach its peers",
                     found=f"{type(error).__name__}: {error}",
                     fix=f"See the peers' logs: one died, was silent for {self.timeout:g} s, or made another call.",
                 )

@@ -86,12 +86,12 @@ def _make(group: torch.distributed.ProcessGroup, timeout: float, purpose: str | 
     name = f"shardtree/{purpose or ''}/{'_'.join(map(str, ranks))}"
     _use_counts[name] += 1
     store = dist.PrefixStore(f"{name}/{_use_counts[name]}", _get_default_store())
-    heading = f"the {len(ranks)} ranks of a process group couldn't make a gloo group beside it"
+    heading = f"the {len(ranks)} ranks of a process group could not make a gloo group beside it"
     try:
         # torch 2.15's gloo aborts the process if the store keeps nothing, as that of the backend "fake".
         store.set(f"seen by {group.rank()}", "yes")
         if store.get(f"seen by {group.rank()}") != b"yes":
-            raise RuntimeError("the group's store doesn't return what was set")
+            raise RuntimeError("the group's store does not return what was set")
         gloo = dist.ProcessGroupGloo(store, group.rank(), group.size(), timedelta(seconds=timeout))
     except RuntimeError as error:
         found = f"{type(error).__name__}: {error}"

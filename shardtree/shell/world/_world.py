@@ -113,7 +113,7 @@ class World(ABC):
         sizes = {rank: data.size for rank, data in pieces.items()}
         expected = {rank: buffer.numel() for rank, buffer in incoming.items() if buffer.numel()}
         if sizes != expected:
-            heading = f"exchange: the byte counts sent to rank {self.rank}, by sender, aren't its buffers' sizes"
+            heading = f"exchange: the byte counts sent to rank {self.rank}, by sender, are not its buffers' sizes"
             raise WorldError(error_text(heading, found=sizes, expected=expected))
         for rank, data in pieces.items():
             np.copyto(incoming[rank].numpy(), data)

@@ -69,7 +69,7 @@ def _received(value: Any, name: str) -> Any:
     try:
         return pickle.loads(pickle.dumps(value))
     except Exception as error:
-        raise AssertionError(f"{name} can't be sent to other ranks: {type(error).__name__}: {error}") from error
+        raise AssertionError(f"{name} cannot be sent to other ranks: {type(error).__name__}: {error}") from error
 
 
 def _check_loads(subject: Subject, checkpoint: Checkpoint) -> None:
@@ -87,7 +87,7 @@ def parsing(subject: Subject) -> Iterator[Case]:
     """Yield loads on a rank that received the parsed metadata from another rank, and must not parse it again."""
     yield Case("a rank that receives it loads the same", partial(_check_received, subject))
     if subject.has(StrategyAction.LOAD_METADATA):
-        yield Case("a rank that receives it doesn't parse again", partial(_check_read_once, subject))
+        yield Case("a rank that receives it does not parse again", partial(_check_read_once, subject))
 
 
 def _open_received(subject: Subject, place: Storage, source: Storage) -> Checkpoint:

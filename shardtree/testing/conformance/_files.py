@@ -160,7 +160,7 @@ def _check_death(subject: Subject, number: int) -> None:
         try:
             _check_is(subject, place)
         except (AssertionError, CheckpointingException) as error:
-            raise AssertionError(f"the remains count as a checkpoint, but aren't whole: {error}") from error
+            raise AssertionError(f"the remains count as a checkpoint, but are not whole: {error}") from error
 
 
 def overwrites(subject: Subject) -> Iterator[Case]:
@@ -186,7 +186,7 @@ def _check_overwrite(subject: Subject) -> None:
     _save_state(subject, 100, place, overwrite=True)
     _check_is(subject, place, 100)
     is_there = place.length("notes.txt") is not None and place.read("notes.txt") == b"mine"
-    assert is_there, "a file that isn't the checkpoint's is gone"
+    assert is_there, "a file that is not the checkpoint's is gone"
     # Numbers of files are compared, since names can contain the save's id, which differs.
     left, expected = file_names(place) - {"notes.txt"}, file_names(fresh)
     assert len(left) == len(expected), f"files after the overwrite: {sorted(left)}, of a new save: {sorted(expected)}"
@@ -223,9 +223,9 @@ def _check_listing(subject: Subject, others: tuple[str, ...]) -> None:
     backends = {(fields[f"{kind}_backend"], fields[f"{kind}_backend_version"]) for kind in ("sharded", "common")}
     rows = [find_strategy(StrategyAction.LIST_FILES, *name, strategies=subject.strategies) for name in backends]
     names = {name for row in rows if row is not None for name in row(checkpoint)}
-    assert not names & {*others}, f"lists {sorted(names & {*others})}, which isn't the checkpoint's"
+    assert not names & {*others}, f"lists {sorted(names & {*others})}, which is not the checkpoint's"
     missing = own_files - names
-    assert not missing, f"doesn't list {sorted(missing)}"
+    assert not missing, f"does not list {sorted(missing)}"
 
 
 def recognitions(subject: Subject) -> Iterator[Case]:
@@ -291,7 +291,7 @@ def _check_flipped(subject: Subject, number: int) -> None:
         except CheckpointingException:
             continue  # an error of ours reports it too
         unsure = any(part.covers(file, at) for report in reports for part in report.unchecked)
-        assert damage or unsure, f"doesn't see byte {at} of {len(data)}, and doesn't report it as unchecked"
+        assert damage or unsure, f"does not see byte {at} of {len(data)}, and does not report it as unchecked"
 
 
 def truncations(subject: Subject) -> Iterator[Case]:
@@ -331,6 +331,6 @@ PROMISES = (
     Promise("a checkpoint is replaced as a whole, and only when asked", _LISTED, overwrites, saves=True),
     Promise("the checkpoint's files are listed, and no others", _LISTED, listings),
     Promise("the format is recognised, and nothing else", LOADS | {StrategyAction.RECOGNIZE}, recognitions),
-    Promise("verify sees flipped bits, or says that it can't", frozenset({StrategyAction.VERIFY}), damages),
-    Promise("what is left of a cut file isn't loaded as if it were whole", _NO_ROW, truncations),
+    Promise("verify sees flipped bits, or says that it cannot", frozenset({StrategyAction.VERIFY}), damages),
+    Promise("what is left of a cut file is not loaded as if it were whole", _NO_ROW, truncations),
 )

@@ -25,7 +25,7 @@ PROMISES: tuple[Promise, ...] = (
 
 _SAVES = (
     "a save that dies leaves no checkpoint, or a whole one",
-    "what is left of a cut file isn't loaded as if it were whole",
+    "what is left of a cut file is not loaded as if it were whole",
 )
 
 OF_ACTIONS: Mapping[StrategyAction, tuple[str, ...]] = {
@@ -47,7 +47,7 @@ OF_ACTIONS: Mapping[StrategyAction, tuple[str, ...]] = {
         *_SAVES,
     ),
     StrategyAction.REMOVE_SHARDED: ("removal takes what has the prefix, and no more",),
-    StrategyAction.VERIFY: ("verify sees flipped bits, or says that it can't",),
+    StrategyAction.VERIFY: ("verify sees flipped bits, or says that it cannot",),
     StrategyAction.RECOGNIZE: ("the format is recognised, and nothing else",),
     StrategyAction.PUBLISH: ("the last step makes the checkpoint",),
     StrategyAction.LIST_FILES: (

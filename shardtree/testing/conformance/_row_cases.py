@@ -39,7 +39,7 @@ def check_rows(
         >>> check_rows(default_strategies, "safetensors", 1)
         >>> check_rows({(StrategyAction.LOAD_SHARDED, "cards", 1): lambda checkpoint: None}, "cards", 1)
         Traceback (most recent call last):
-        AssertionError: rows of ('cards', 1) don't fit their protocols
+        AssertionError: rows of ('cards', 1) do not fit their protocols
           load_sharded: called with (checkpoint, shards): too many positional arguments
     """
     table = table_of(strategies)
@@ -53,7 +53,7 @@ def check_rows(
         for problem in _problems(all_protocols[action], fn)
     ]
     if lines:
-        raise AssertionError("\n  ".join([f"rows of {(backend, version)} don't fit their protocols", *lines]))
+        raise AssertionError("\n  ".join([f"rows of {(backend, version)} do not fit their protocols", *lines]))
 
 
 def _problems(kind: Any, fn: Strategy) -> Iterator[str]:

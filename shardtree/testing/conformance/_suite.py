@@ -137,13 +137,13 @@ def check_strategy(
         >>> Added = Enum("Added", {"COUNT": "count_tensors"})
         >>> table = default_strategies | {(Added.COUNT, "safetensors", 1): lambda checkpoint: 1}
         >>> def check(count, save):
-        ...     assert count(save({"step": 3})) == 0, "counts what isn't there"
+        ...     assert count(save({"step": 3})) == 0, "counts what is not there"
         >>> only = ["count_tensors keeps its promise"]
         >>> check_strategy("safetensors", 1, strategies=table, promises={Added.COUNT: check}, only=only)
         Traceback (most recent call last):
         AssertionError: ('safetensors', 1) breaks 1 of 1 promise
           count_tensors keeps its promise: not in 1 of 1 case
-            its check: counts what isn't there
+            its check: counts what is not there
     """
     checks = promises or {}
     subject = Subject(backend, version, strategies, directory, save, examples, protocols or {})

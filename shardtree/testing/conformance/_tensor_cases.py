@@ -65,7 +65,7 @@ def views(subject: Subject) -> Iterator[Case]:
         "every second element": wide[:, :, 0],
         "one row for all": whole[:1].expand(6, 4),
         "a parameter": torch.nn.Parameter(whole.clone()),
-        "a conjugate that isn't computed yet": torch.complex(whole, whole + 100).conj(),
+        "a conjugate that is not computed yet": torch.complex(whole, whole + 100).conj(),
     }
     for name, tensor in kinds.items():
         yield Case(name, partial(_check_view, subject, tensor))
@@ -172,7 +172,7 @@ def _check_donated(subject: Subject, shape: tuple[int, int]) -> None:
     # Without shapes=, a format whose files don't prove a shape refuses a padded target, which would hide missing files.
     options = LoadOptions(shapes={"w": SHAPE})
     (tree,) = load_trees(subject, [{"w": target}], place, donate=True, options=options)
-    assert tree["w"].data_ptr() == memory.data_ptr(), "the donated tensor isn't the one that was returned"
+    assert tree["w"].data_ptr() == memory.data_ptr(), "the donated tensor is not the one that was returned"
     check_equal("'w'", tree["w"][:4, :6], state.tensors["w"])
     beyond = bool((tree["w"][4:] == -1).all()) and bool((tree["w"][:, 6:] == -1).all())
     assert beyond, "wrote where nothing is stored"
@@ -182,7 +182,7 @@ def mismatched_targets(subject: Subject) -> Iterator[Case]:
     """Yield targets that don't match the stored tensor; loading them must be an error."""
     state = GlobalState({"w": numbers(SHAPE)}, {}, {})
     kinds = {
-        "a key that isn't stored": ("v", SHAPE, torch.float32),
+        "a key that is not stored": ("v", SHAPE, torch.float32),
         "another shape": ("w", (4, 7), torch.float32),
         "another dtype": ("w", SHAPE, torch.int32),
         "another number of axes": ("w", (24,), torch.float32),
@@ -247,7 +247,7 @@ PROMISES = (
     Promise("any key comes back", LOADS, keys),
     Promise("a part is loaded as it is in the whole", LOADS, parts),
     Promise("loads write what is asked for, and no more", LOADS, donated_memory),
-    Promise("what doesn't fit is an error", LOADS, mismatched_targets),
+    Promise("what does not fit is an error", LOADS, mismatched_targets),
     Promise("ranks need not know each other's shards", LOADS, without_metadata_exchange, saves=True),
     Promise(
         "nothing is written before the request runs", LOADS | {StrategyAction.SAVE_SHARDED}, deferred_saves, saves=True

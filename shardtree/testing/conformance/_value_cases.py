@@ -191,7 +191,7 @@ def explanations(subject: Subject) -> Iterator[Case]:
     fits = ShardedTensor.from_rank_offsets("w", torch.zeros(4, 3, dtype=torch.float32, device="cpu"), (1, 1, 2))
     unknown = ShardedTensor.from_rank_offsets("v", torch.zeros(2, dtype=torch.float32, device="cpu"))
     yield Case("a target that fits", partial(_check_explanation, subject, fits, None))
-    yield Case("a key that isn't stored", partial(_check_explanation, subject, unknown, Unexpected))
+    yield Case("a key that is not stored", partial(_check_explanation, subject, unknown, Unexpected))
     # Where files don't prove shapes, a format refuses a target of another shape with the likely reason.
     yield Case("another shape", partial(_check_explanation, subject, _zeros(4, 7), Mismatch, unproven=Refusal))
     yield Case("another dtype", partial(_check_explanation, subject, _zeros(*SHAPE, dtype=torch.int32), Mismatch))

@@ -145,7 +145,7 @@ CALLS: dict[str, Callable[[], Any]] = {
     "objects: values of equal text differ": lambda: replicate_objects(array([{1}], [{2}]), (4,)),
     "objects: no such cell": lambda: replicate_cell((2,))(array(1, 2), (1,)),
     "objects: not a function": lambda: fold_objects(3),  # type: ignore[arg-type]
-    "objects: can't be copied": lambda: fold_objects(operator.add)(array(Uncopied(), 2), (1,)),
+    "objects: cannot be copied": lambda: fold_objects(operator.add)(array(Uncopied(), 2), (1,)),
     "objects: no values by cell": lambda: reshard_objects(
         [cell(0), cell(1)], [cell(0, of=(1,))], {"rng": lambda old, shape: 5}
     ),
@@ -175,11 +175,11 @@ CALLS: dict[str, Callable[[], Any]] = {
     "fields: not rules": lambda: rules_by_field({"a": 1, "b": replicate_objects}),  # type: ignore[dict-item]
     "fields: not dicts": lambda: fields({"a": 1}, 5, a=replicate_objects),
     "fields: other fields": lambda: fields({"a": 1}, {"b": 1}, a=replicate_objects),
-    "fields: rules don't fit": lambda: fields(
+    "fields: rules do not fit": lambda: fields(
         {"a": 1, "b": 1}, {"a": 1, "b": 1}, a=replicate_objects, c=replicate_objects
     ),
     "fields: in a field": lambda: fields({"a": 1}, {"a": 2}, a=replicate_objects),
-    "mesh: ranks don't fit": lambda: MESH.on_ranks([0, 1, 2]),
+    "mesh: ranks do not fit": lambda: MESH.on_ranks([0, 1, 2]),
     "mesh: a negative rank": lambda: MESH.on_ranks([-1, 1, 2, 3]),
     "mesh: not a rank": lambda: MESH.on_ranks([0, 1.5, 2, 3]),  # type: ignore[list-item]
     "mesh: no number": lambda: MESH.coordinates(None),  # type: ignore[arg-type]

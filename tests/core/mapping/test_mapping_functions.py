@@ -132,7 +132,7 @@ MADE: dict[str, Make] = {
     "an attribute that a subclass adds": Shifted,
     "an attribute that a subclass adds in a slot": Slotted,
     "an argument of __init__ that is no field": lambda number: Initialised("a", number),
-    "a field that isn't compared": lambda number: NotCompared("a", number).method,
+    "a field that is not compared": lambda number: NotCompared("a", number).method,
     "a numpy scalar": lambda number: held(np.float32(number)),
     "an attribute of a list": lambda number: held(scaled_numbers(number)),
     "functions in containers": lambda number: [(held(number), {"f": held(held(number))})],
@@ -171,12 +171,12 @@ OTHERS = {
     "modules with other buffers": (Rotate(64).forward, Rotate(64).forward),
     "attributes that a subclass adds": (Shifted(1), Shifted(2)),
     "arguments of __init__ that are no fields": (Initialised("a", 1), Initialised("a", 2)),
-    "fields that aren't compared": (NotCompared("a", 1).method, NotCompared("a", 2).method),
+    "fields that are not compared": (NotCompared("a", 1).method, NotCompared("a", 2).method),
     "numpy's 0.0 and -0.0": (held(np.float32(0.0)), held(np.float32(-0.0))),
     "dicts with other defaults": (held(defaultdict(int)), held(defaultdict(list))),
     "arrays of other bits": (held(np.array([0.0])), held(np.array([-0.0]))),
     "arrays of objects": (held(np.array([[]], dtype=object)), held(np.array([[]], dtype=object))),
-    "what can't be compared": (held({1: torch.ones(2)}), held({1: torch.ones(2)})),
+    "what cannot be compared": (held({1: torch.ones(2)}), held({1: torch.ones(2)})),
     "functions of other modules": tuple(eval("lambda: name", {"name": number}) for number in (1, 2)),
 }
 

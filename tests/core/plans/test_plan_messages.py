@@ -87,10 +87,10 @@ CALLS: dict[str, Callable[[], Any]] = {
     "plan: keys": lambda: plan_reshard([[part(0, 1, "weight")]], [[part(0, 1, "wieght"), part(0, 1, "bias")]]),
     "plan: kinds": lambda: plan_reshard(ONE, [[ShardedTensor.from_rank_offsets("w", FULL[:2])]]),
     "plan: dtypes": lambda: plan_reshard(ONE, [[ShardedTensor.from_rank_offsets("w", FULL.half())]]),
-    "plan: dtypes that can't be converted": lambda: plan_reshard(
+    "plan: dtypes that cannot be converted": lambda: plan_reshard(
         ONE, [[ShardedTensor.from_rank_offsets("w", FULL.int())]], cast=True
     ),
-    "reshard: an integer that doesn't fit": lambda: st.reshard(
+    "reshard: an integer that does not fit": lambda: st.reshard(
         [[ShardedTensor.from_rank_offsets("w", torch.tensor([7, 300]))]],
         [[ShardedTensor.from_rank_offsets("w", torch.zeros(2, dtype=torch.uint8))]],
         cast=True,
@@ -117,7 +117,7 @@ PRINTED: dict[str, Callable[[], Any]] = {
     "where a tensor comes from": lambda: with_relays(plan_reshard([ONE[0], [], []], [[], *(ONE[0], ONE[0])])).explain(
         "w"
     ),
-    "an explanation of a load that doesn't": lambda: Explanation(
+    "an explanation of a load that does not": lambda: Explanation(
         tuple(f"key.{number}" for number in range(12)),
         (
             Unexpected("wieght", "weight"),
@@ -132,12 +132,12 @@ PRINTED: dict[str, Callable[[], Any]] = {
         (),
         (
             *find_unexpected(["module.w", "module.b"], ["w", "b"]),
-            FailedCheck((0, 1), TreeError, "join: it doesn't fit\n  found a list"),
+            FailedCheck((0, 1), TreeError, "join: it does not fit\n  found a list"),
             FailedCheck((1,), ShapeError, "load: no"),
         ),
         (RankReads(0, 1, 0, COST), RankReads(1, 1, 0, COST)),
     ),
-    "an explanation of what isn't certain": lambda: Explanation(
+    "an explanation of what is not certain": lambda: Explanation(
         (),
         (),
         (RankReads(0, 1, 0, COST),),

@@ -167,7 +167,7 @@ class Marked:
 
     def __post_init__(self) -> None:
         if not isinstance(self.w, st.ShardedTensor):
-            raise TypeError("a map's values needn't be shards")
+            raise TypeError("a map's values need not be shards")
 
 
 trees.register_dataclass(Marked, static=("name",))

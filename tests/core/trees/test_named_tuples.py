@@ -184,7 +184,7 @@ def test_a_checkpoint_with_positions_is_named_and_opens_by_them() -> None:
     folder = MemoryStorage()
     st.save(shards({"opt": chain(5)}, ONE, key=by_position)[0], folder)
     assert sorted(st.load_sharded_metadata(folder))[:2] == ["opt.1.0", "opt.1.1.b"]
-    with pytest.raises(KeyMismatch, match=r"'opt.1.mu.w' isn't stored, but 'opt.1.1.w' is"):
+    with pytest.raises(KeyMismatch, match=r"'opt.1.mu.w' is not stored, but 'opt.1.1.w' is"):
         st.load({"opt": chain()}, folder)
     with pytest.raises(KeyMismatch, match=r"opt\.1\.mu\.w"):
         st.load(shards({"opt": chain()}, ONE)[0], folder)

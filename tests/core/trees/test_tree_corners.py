@@ -86,7 +86,7 @@ def test_structures_of_torch_are_trees_of_their_own_kind() -> None:
     assert not diff(one, torch.return_types.topk((W, 1)))
     assert diff(one, (W, 1)).mismatch == ((),)
     assert diff(one, other)
-    with pytest.raises(TreeError, match="don't fit together"):
+    with pytest.raises(TreeError, match="do not fit together"):
         combine(torch.return_types.topk((HOLE, 1)), (W, HOLE))
     factory = ShardedTensorFactory("f", torch.arange(4.0), halves, join_halves)
     loaded = torch.return_types.topk(({"parts": [torch.tensor([5.0]), torch.tensor([6.0])]}, 1))

@@ -97,7 +97,7 @@ def test_cast_of_a_lazy_or_absent_tensor() -> None:
 def test_cast_of_four_bit_floats_is_refused_by_name(make: Any) -> None:
     pairs = make(ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3).byte().view(torch.float4_e2m1fn_x2)))
     tree = {"w": pairs, "b": ShardedTensor.from_rank_offsets("b", torch.ones(2))}
-    with pytest.raises(ShapeError, match=r"can't convert these to torch\.bfloat16\n  'w': torch\.float4\w+\n.*keys="):
+    with pytest.raises(ShapeError, match=r"cannot convert these to torch\.bfloat16\n  'w': torch\.float4\w+\n.*keys="):
         cast(tree, torch.bfloat16)
     with pytest.raises(ShapeError, match=r"'b': torch\.float32"):
         cast(tree, torch.float4_e2m1fn_x2)

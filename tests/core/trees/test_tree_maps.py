@@ -97,7 +97,7 @@ def test_map_data_of_several_trees_catches_shards_that_are_passed_whole() -> Non
 def test_map_data_of_several_trees_adds_and_refuses_another_structure() -> None:
     moved = map_data(torch.add, {"w": W, "f": FACTORY, "n": 1}, {"w": W, "f": FACTORY.data, "n": 2})
     assert moved["w"].data.tolist() == [0, 2, 4, 6] and moved["f"].data.tolist() == [0, 2, 4, 6] and moved["n"] == 1
-    with pytest.raises(TreeError, match="map_data: tree 2 doesn't have the structure"):
+    with pytest.raises(TreeError, match="map_data: tree 2 does not have the structure"):
         map_data(torch.add, {"w": W}, {"v": W})
 
 

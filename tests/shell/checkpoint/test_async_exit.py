@@ -95,7 +95,7 @@ def test_ranks_that_end_together_commit(tmp_path: Path) -> None:
     ("what", "statuses", "said"),
     [
         ("one fails", [1, 1], "no space left on device"),
-        ("killed", [1, -signal.SIGKILL], "can't reach its peers"),
+        ("killed", [1, -signal.SIGKILL], "cannot reach its peers"),
         ("destroyed", [1, 1], "was destroyed"),
     ],
 )

@@ -136,7 +136,7 @@ def check_each_is_the_moment_of_its_call(world: World, folders: Sequence[Storage
             state.is_over = True
             thread.join()
     for number, (moment, folder) in enumerate(zip(moments, folders, strict=True)):
-        assert loaded(folder, world) == moment, f"save {number} isn't the moment of its call"
+        assert loaded(folder, world) == moment, f"save {number} is not the moment of its call"
 
 
 @pytest.mark.slow
@@ -150,7 +150,7 @@ def test_so_are_those_of_two_ranks() -> None:
 
 
 def test_the_law_catches_tensors_that_are_not_copied() -> None:
-    with pytest.raises(AssertionError, match="isn't the moment of its call"):
+    with pytest.raises(AssertionError, match="is not the moment of its call"):
         check_each_is_the_moment_of_its_call(
             st.world.one_process(), [st.storage.MemoryStorage() for _ in range(40)], snapshot=False
         )

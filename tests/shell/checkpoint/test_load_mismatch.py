@@ -49,7 +49,7 @@ def check_overlap(
         )
         for number, shard in enumerate(cut(layout, "w", expected, world.rank)):
             found = loaded.get(f"{number}")
-            assert bits(found) == bits(shard.data), f"rank {world.rank}: {found} isn't {shard.data}"
+            assert bits(found) == bits(shard.data), f"rank {world.rank}: {found} is not {shard.data}"
 
     st.simulate(layout.ranks, on_rank)
 
@@ -85,7 +85,7 @@ def zeroing(target: Any, folder: Any, **options: Any) -> Any:
 
 def test_the_law_catches() -> None:
     check_overlap(SHORT, LONG, ALL, st.load, given_data=True, cast=True)
-    with pytest.raises(AssertionError, match="isn't"):
+    with pytest.raises(AssertionError, match="is not"):
         check_overlap(SHORT, LONG, ALL, zeroing, given_data=True, cast=True)
 
 
@@ -129,7 +129,7 @@ def test_what_is_said_to_be_convertible_is_converted_as_torch_does(before: torch
 )
 def test_an_integer_that_does_not_fit_is_an_error(value: int, before: torch.dtype, after: torch.dtype) -> None:
     folder = saved_tensors(w=torch.tensor([1, value], dtype=before))
-    with pytest.raises(ShapeError, match=f"'w' can't be converted[\\s\\S]*{value}"):
+    with pytest.raises(ShapeError, match=f"'w' cannot be converted[\\s\\S]*{value}"):
         st.load({"w": whole("w", torch.empty(2, dtype=after))}, folder, cast=True)
 
 

@@ -85,7 +85,7 @@ def test_modes_that_leave_nothing_out_name_the_field(strict: str) -> None:
 )
 def test_what_has_no_data_is_an_error_that_names_it(value: Any, place: str, strict: str) -> None:
     folder = saved(kind("w", "lr")(shard("w", 1), 0.5))
-    with pytest.raises(TreeError, match=f"can't be completed: the target lacks values for some entries\n  {place}\n"):
+    with pytest.raises(TreeError, match=f"cannot be completed: the target lacks values for some entries\n  {place}\n"):
         load(kind("w", "lr", "new")(shard("w", 0), 0.0, value), folder, strict)
 
 
@@ -169,7 +169,7 @@ CHANGES: dict[str, tuple[Any, Any, Any]] = {
         {"w": shard("w", 0), "s": State(shard("x", 9), 0)},
         lambda tree: tree["s"].w.tolist() == [9, 9] and tree["s"].lr == 0.5,
     ),
-    "a class of which nothing is stored isn't in a dict": (
+    "a class of which nothing is stored is not in a dict": (
         {"w": shard("w", 1)},
         {"w": shard("w", 0), "s": kind("w")(shard("x", 9))},
         lambda tree: [*tree] == ["w"],

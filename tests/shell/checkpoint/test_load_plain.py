@@ -60,9 +60,9 @@ def test_one_element_fills_one_element_of_any_shape(asked: Any, kept: Any, donat
 @pytest.mark.parametrize(
     ("tree", "said"),
     [
-        ({"model": {"w": whole("decoder.w", W)}}, "'model.w' isn't stored, but a shard .* perhaps as 'decoder.w'"),
+        ({"model": {"w": whole("decoder.w", W)}}, "'model.w' is not stored, but a shard .* perhaps as 'decoder.w'"),
         ({"model": {"w": whole("decoder.w", W), "n": 1}}, ".*but a shard or object was saved there"),
-        ({"w": whole("w", W)}, "'model.w' isn't stored, but 'w' is"),
+        ({"w": whole("w", W)}, "'model.w' is not stored, but 'w' is"),
         ({"model": {"w": st.ShardedObject("o", 1, (1,), (0,))}}, ".*but a shard or object was saved there"),
     ],
 )

@@ -16,10 +16,10 @@ from shardtree.errors import ShapeError, StorageError
 from tests.formats.test_overwrite_formats import FORMATS
 
 pytestmark = [
-    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="other systems aren't asked"),
+    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="other systems are not asked"),
     pytest.mark.filterwarnings("ignore:The given (buffer|NumPy array) is not writable"),
 ]
-WHY = r"donated tensors are in memory that can't be written\n  'w'\n"
+WHY = r"donated tensors are in memory that cannot be written\n  'w'\n"
 
 
 def read_only(count: int = 4) -> torch.Tensor:
@@ -84,7 +84,7 @@ def test_a_file_that_is_mapped_for_reading_stays_as_it_is_and_one_for_writing_is
 def test_explain_says_so_and_looking_changes_nothing(tmp_path: Path) -> None:
     place = saved(tmp_path / "step")
     said = st.explain({"w": shard(read_only())}, place, donate=True)
-    assert not said.ok and "load: donated tensors are in memory that can't be written" in str(said)
+    assert not said.ok and "load: donated tensors are in memory that cannot be written" in str(said)
     array = np.arange(4, dtype=np.float32)
     assert st.explain({"w": shard(torch.from_numpy(array))}, place, donate=True).ok
     assert array.tolist() == [0.0, 1.0, 2.0, 3.0]
@@ -94,5 +94,5 @@ def test_where_the_system_cant_be_asked_the_read_blames_the_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_read_only, "_futex", lambda: None)
-    with pytest.raises(StorageError, match=r"at byte \d+ into memory that can't be written"):
+    with pytest.raises(StorageError, match=r"at byte \d+ into memory that cannot be written"):
         st.load({"w": shard(read_only())}, saved(tmp_path / "step"), donate=True)

@@ -117,7 +117,7 @@ def test_it_is_resharded_between_ranks_and_in_memory() -> None:
 
 def test_a_field_that_the_class_has_lost_is_an_error_that_names_the_place() -> None:
     place = saved({"n": Node({"w": half("w", 0, 1), "gone": 1})})
-    with pytest.raises(TreeError, match=r"target\['n'\] doesn't fit"):
+    with pytest.raises(TreeError, match=r"target\['n'\] does not fit"):
         st.load({"n": Node({"w": half("w", 0, 1)})}, place)
 
 

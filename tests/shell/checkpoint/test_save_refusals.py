@@ -121,7 +121,7 @@ def test_a_target_that_is_not_initialised_is_refused_by_path(kind: str) -> None:
     with pytest.raises(TreeError, match=r"load: tensors without a shape\n  tree\['a'\]\[1\]: an uninitialised"):
         st.load(tree, STORED)
     assert "tree['a'][1]: an uninitialised" in str(st.explain(tree, STORED))
-    with pytest.raises(TraceError, match=r"the outputs aren't a dict of tensors\n  'w': Uninitialized"):
+    with pytest.raises(TraceError, match=r"the outputs are not a dict of tensors\n  'w': Uninitialized"):
         st.trace(lambda sources: {"w": LAZY[kind]()}, {"b": shard("b", torch.ones(2))})
     assert st.testing.outline(tree) == st.testing.outline({**tree, "b": torch.zeros(2)})
 

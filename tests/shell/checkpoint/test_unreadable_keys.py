@@ -38,7 +38,7 @@ ASKED = {"q": st.ShardedTensor.from_rank_offsets("q", torch.zeros(4))}
     ],
 )
 def test_it_is_said_to_be_unreadable(ask: Callable[[Any], Any], folder: MemoryStorage) -> None:
-    with pytest.raises(UnsupportedValue, match=f"some tensors can't be read\n  {WHY}"):
+    with pytest.raises(UnsupportedValue, match=f"some tensors cannot be read\n  {WHY}"):
         ask(folder)
 
 
@@ -52,10 +52,10 @@ def test_it_is_no_key_of_the_mapping_and_other_names_are_unknown(folder: MemoryS
 
 @pytest.mark.parametrize("strict", ["raise_unexpected", "raise_all"])
 def test_modes_that_compare_keys_say_why(strict: str, folder: MemoryStorage, caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(KeyMismatch, match=rf"unexpected \(asked for, can't be read\): {WHY}") as caught:
+    with pytest.raises(KeyMismatch, match=rf"unexpected \(asked for, cannot be read\): {WHY}") as caught:
         st.load(ASKED, folder, strict=strict)
     assert caught.value.unexpected == ("q",)
     explained = st.explain(ASKED, folder, strict=strict)
-    assert not explained.ok and "'q': can't be read" in str(explained)
+    assert not explained.ok and "'q': cannot be read" in str(explained)
     assert st.load(ASKED, folder, strict="log_unexpected") == {}
-    assert "asked for, can't be read" in caplog.text and "not stored" not in caplog.text
+    assert "asked for, cannot be read" in caplog.text and "not stored" not in caplog.text

@@ -21,7 +21,7 @@ XML = (
 def test_a_bucket_that_is_not_there_is_said_in_words() -> None:
     text = str(request_failure("cannot read 's3://rnus/metadata.json'", FileNotFoundError(XML), {}))
     assert "404 Not Found: NoSuchBucket: The specified bucket does not exist\n" in text
-    assert "The bucket doesn't exist: correct its name in the URL" in text
+    assert "The bucket does not exist: correct its name in the URL" in text
     assert "<" not in text
 
 

@@ -97,7 +97,7 @@ def test_a_run_is_read_as_its_plan_is(case: Case) -> None:
         lambda file, begin, end, verify: range(0),
         lambda file, begin, end, verify: range(begin // BLOCK_BYTES + 1, -(-end // BLOCK_BYTES)),
     ],
-    ids=["nothing is checked", "the first block isn't checked"],
+    ids=["nothing is checked", "the first block is not checked"],
 )
 def test_the_law_catches(broken: Callable[..., range], monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(3 * BLOCK_BYTES, BLOCK_BYTES, 2 * BLOCK_BYTES, "all", BLOCK_BYTES + 2)

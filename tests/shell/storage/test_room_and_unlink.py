@@ -170,7 +170,7 @@ def test_another_thread_gives_back_the_blocks_of_a_small_young_file_alone(
 
 def no_thread(*_: object, **options: object) -> Any:
     def start() -> None:
-        raise RuntimeError("can't start new thread at interpreter shutdown")
+        raise RuntimeError("cannot start new thread at interpreter shutdown")
 
     return SimpleNamespace(start=start)
 

@@ -53,7 +53,7 @@ def test_a_name_that_climbs_out_is_refused_everywhere(storage: Storage, name: st
     ]
     storage.write("f", views([b"x"]), durable=False)
     for call in calls:
-        with pytest.raises(StorageError, match="can't be a name in the folder"):
+        with pytest.raises(StorageError, match="cannot be a name in the folder"):
             call()
 
 

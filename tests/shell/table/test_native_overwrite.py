@@ -144,7 +144,7 @@ def test_a_race_between_overwriting_saves_is_noticed_on_every_rank():
 def test_a_folder_that_ranks_do_not_share_is_noticed(tmp_path):
     def save_apart(world):
         mine = tmp_path / ("other" if world.rank == 2 else "one")
-        with pytest.raises(StorageError, match=r"is not shared: rank 2 doesn't see"):
+        with pytest.raises(StorageError, match=r"is not shared: rank 2 does not see"):
             st.save(tree(1, world.rank, 4), mine, world=world)
         return True
 
@@ -169,6 +169,6 @@ def test_a_save_that_was_taken_for_dead_is_not_committed(tmp_path):
     remove_save(
         LocalStorage(str(tmp_path)), max(save_folders(tmp_path), key=lambda name: (tmp_path / name).stat().st_ctime)
     )
-    with pytest.raises(StorageError, match="doesn't see"):
+    with pytest.raises(StorageError, match="does not see"):
         slow.commit(written)
     assert value_in(tmp_path) == 1

@@ -177,7 +177,7 @@ def test_a_save_on_its_way_is_seen_by_any_path(tmp_path: Path) -> None:
         assert request is not None
         queue.schedule_async_request(request)
         for path in (link, f"{folder}/", tmp_path / "step" / ".." / "step"):
-            with pytest.raises(CheckpointReplaced, match="isn't committed yet"):
+            with pytest.raises(CheckpointReplaced, match="is not committed yet"):
                 save(path, 3.0, "native", overwrite=True)
     assert value_in(folder) == NEW
 

@@ -91,7 +91,7 @@ def test_a_folder_that_cant_be_synced_is_told_once_a_save(
         caplog.clear()
         reports = save(tmp_path / "step", value, form, **keywords)
         assert kinds(reports) == [["sync"]], number
-        assert len(told(caplog)) == 1 and "can't be synced" in told(caplog)[0], told(caplog)
+        assert len(told(caplog)) == 1 and "cannot be synced" in told(caplog)[0], told(caplog)
         assert value_in(tmp_path / "step") == value
 
 
@@ -204,7 +204,7 @@ def test_steps_conversions_and_removals_do_without_too(
     caplog.clear()
     elsewhere.take()
     st.remove_sharded_tensors(tmp_path / "run" / "step_00000001", "norm")
-    assert len(told(caplog)) == 1 and "can't be synced" in told(caplog)[0]
+    assert len(told(caplog)) == 1 and "cannot be synced" in told(caplog)[0]
 
 
 class Named(LocalStorage):

@@ -59,7 +59,7 @@ def test_a_group_that_cannot_be_made_is_a_world_error() -> None:
     # gloo of torch 2.15 ends the process where the store keeps nothing, as this one does.
     torch.distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     try:
-        with pytest.raises(WorldError, match="couldn't make a gloo group"):
+        with pytest.raises(WorldError, match="could not make a gloo group"):
             distributed()
     finally:
         torch.distributed.destroy_process_group()

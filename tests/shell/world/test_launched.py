@@ -18,7 +18,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 def test_processes_that_cannot_meet_are_an_error(launched: pytest.MonkeyPatch) -> None:
     assert launched_rank() == 1
-    with pytest.raises(WorldError, match=r"WORLD_SIZE is 2, and the processes can't connect"), launched_world(1.0):
+    with pytest.raises(WorldError, match=r"WORLD_SIZE is 2, and the processes cannot connect"), launched_world(1.0):
         pass
 
 

@@ -294,4 +294,4 @@ def refuse_overlap(directory: Directory, rank: int) -> None:
     for call in calls:
         if call.request.folder is not None and is_same_place(call.request.folder, storage_at(directory)):
             fix = "Finalize it first, with maybe_finalize_async_calls(blocking=True), or save to another folder."
-            raise CheckpointReplaced(error_text(f"save: {call} isn't committed yet", fix=fix))
+            raise CheckpointReplaced(error_text(f"save: {call} is not committed yet", fix=fix))

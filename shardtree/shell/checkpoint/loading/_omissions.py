@@ -74,7 +74,7 @@ def _without_unexpected(target: Target, tree: Any, unexpected: set[str]) -> Targ
         if keys and keys < keys_of(leaf)
     ]
     if partly:
-        what, fix = "load: factories' shards aren't all stored", "Leave the factories out, or build only stored shards."
+        what, fix = "load: shards of factories are missing", "Leave the factories out, or build only stored shards."
         raise KeyMismatch(error_text(what, offenders=partly, fix=fix))
     return take_apart(
         map_shards(lambda leaf: HOLE if keys_of(leaf) and keys_of(leaf) <= unexpected else leaf, tree),
@@ -247,17 +247,17 @@ def join_leaves(common: Any, target: Target, leaves: Sequence[Any]) -> Any:
 # Headings of errors and log messages about omissions.
 
 STORED_VALUES = (
-    "load: stored values are left out: shards beside them in a list, tuple or record aren't requested, or the target's "
-    "class lacks these fields"
+    "load: stored values are left out: shards beside them in a list, tuple or record are not requested, or the "
+    "target's class lacks these fields"
 )
-TARGET_TENSORS = "load: tensors of the target, or values with tensors, aren't stored, so the result lacks them"
+TARGET_TENSORS = "load: tensors of the target, or values with tensors, are not stored, so the result lacks them"
 RANK_VALUES = "load: stored values that only some ranks had are left out: no rank's target has their keys"
 KEPT_VALUES = (
     "load: nothing is stored at these paths, and a list, tuple or class needs a value: the target's own is kept"
 )
 _FIXES = {
     STORED_VALUES: (
-        "Put these shards in the target, or pass a strict mode that logs, returns or ignores what isn't loaded."
+        "Put these shards in the target, or pass a strict mode that logs, returns or ignores what is not loaded."
     ),
     TARGET_TENSORS: (
         "Leave them out of the target, put them in a `LocalNonpersistentObject`, or pass another strict mode."

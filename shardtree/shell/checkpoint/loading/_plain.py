@@ -102,7 +102,7 @@ def refuse_other_keys(paths: Sequence[TreePath], common: Any, checkpoint_keys: C
             "Replace each by `ShardedTensor.from_rank_offsets(key, tensor)` with the stored key, or nest the target\n"
             "  so that its paths, joined by dots, are the keys. Wrap a rank's own values in `LocalNonpersistentObject`."
         )
-        offenders = [f"{render_path(path)}: {path_key(path)!r} isn't stored, {text}" for path, text in pairs]
+        offenders = [f"{render_path(path)}: {path_key(path)!r} is not stored, {text}" for path, text in pairs]
         raise KeyMismatch(error_text(heading, offenders=offenders, fix=fix))
 
 

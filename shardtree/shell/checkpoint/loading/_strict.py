@@ -157,7 +157,7 @@ def _differing(missing: Sequence[str], unexpected: Sequence[Unexpected]) -> str:
 
 
 def _unexpected_line(one: Unexpected) -> str:
-    why = "not stored" if one.refusal is None else "can't be read"
+    why = "not stored" if one.refusal is None else "cannot be read"
     return f"unexpected (asked for, {why}): {one.text}"
 
 

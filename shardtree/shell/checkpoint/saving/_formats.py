@@ -113,7 +113,7 @@ def _requests(pending: PendingSave, writes: Writes, formats: Formats) -> tuple[A
     holder = objects_backend(sharded, common, strategies)
     if holder is None and objects:
         names = [repr(item.unique_key) for item in objects]
-        heading = f"save: backend {sharded[0]!r} stores only tensors, and backend {common[0]!r} can't store objects"
+        heading = f"save: backend {sharded[0]!r} stores only tensors, and backend {common[0]!r} cannot store objects"
         fix = f"Leave the objects out of the tree, or pass common_strategy={DEFAULT_BACKEND!r}."
         raise UnsupportedValue(error_text(heading, offenders=names, fix=fix))
     save_sharded = strategy_of(StrategyAction.SAVE_SHARDED, formats.choices[0], sharded, strategies)
@@ -160,9 +160,9 @@ def check_can_fingerprint(backend: str, *, whole: bool) -> None:
     """
     # Only our own format has an optional column, which older readers ignore.
     if backend != DEFAULT_BACKEND[0]:
-        heading = f"save: {backend!r} can't store fingerprints"
+        heading = f"save: {backend!r} cannot store fingerprints"
         fix = "Leave out SaveOptions(fingerprint=True), and keep the result of st.fingerprint(tree) elsewhere."
         raise StrategyError(error_text(heading, fix=fix))
     if not whole:
-        heading = "save: SaveOptions(fingerprint=True) can't be combined with validate_access_integrity=False"
+        heading = "save: SaveOptions(fingerprint=True) cannot be combined with validate_access_integrity=False"
         raise IntegrityError(error_text(heading, fix="Pass only one of them: a tensor with gaps has no fingerprint."))

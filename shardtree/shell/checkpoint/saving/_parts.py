@@ -111,7 +111,7 @@ def _common_copy(common: Any) -> Any:
         return deepcopy(common, memo)
     except Exception as error:
         offenders = [f"{render_path(path)}: {type(leaf).__name__}" for path, leaf in leaves if not _is_copyable(leaf)]
-        heading = "save: values can't be copied, so an asynchronous save can't keep their present state"
+        heading = "save: values cannot be copied, so an asynchronous save cannot keep their present state"
         raise UnsupportedValue(
             error_text(heading, offenders=offenders, fix="Leave them out, or save synchronously.")
         ) from error
@@ -141,7 +141,7 @@ def with_content_metadata(tree: Any, content_metadata: Mapping[str, Any] | None)
         obstacle = "an entry of that name" if isinstance(tree, dict) else type(tree).__name__
         raise TreeError(
             error_text(
-                f"save: can't add {CONTENT_METADATA!r} to the tree", found=obstacle, expected="a dict without it"
+                f"save: cannot add {CONTENT_METADATA!r} to the tree", found=obstacle, expected="a dict without it"
             )
         )
     return {**tree, CONTENT_METADATA: content_metadata}
@@ -179,11 +179,11 @@ def _check_data(tensors: Sequence[tuple[TreePath, ShardedTensor]]) -> None:
     others = [f"{shard.key!r} at {render_path(path)}: {kind}" for path, shard in tensors if (kind := _kind(shard.data))]
     if others:
         fix = "Save tensor.to_dense(), or save the tensor's components as separate tensors."
-        raise UnsupportedValue(error_text("save: data of shards isn't a dense tensor", offenders=others, fix=fix))
+        raise UnsupportedValue(error_text("save: data of shards is not a dense tensor", offenders=others, fix=fix))
     problems = [f"{render_path(path)}: {difference}" for path, shard in tensors if (difference := misfit(shard))]
     if problems:
         fix = "Change a dtype with `cast` and a shape with `map_shards`, or make a shard after changing its tensor."
-        raise ShapeError(error_text("save: data doesn't fit the shard's dtype or shape", offenders=problems, fix=fix))
+        raise ShapeError(error_text("save: data does not fit the shard's dtype or shape", offenders=problems, fix=fix))
 
 
 def _has_data(shard: ShardedTensor) -> bool:
@@ -305,6 +305,6 @@ def _union(commons: Mapping[int, Any], first: Sequence[int], own_rank: int, tree
             "a dict with keys that identify them, as StateDictOptions(flatten_optimizer_state_dict=True) does for an "
             "optimizer's groups."
         )
-        heading = "save: the ranks' common states can't be united, since they differ under the same keys"
+        heading = "save: the ranks' common states cannot be united, since they differ under the same keys"
         raise IntegrityError(error_text(heading, offenders=lines, fix=fix))
     return union

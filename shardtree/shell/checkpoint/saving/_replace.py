@@ -51,7 +51,7 @@ def sibling_of(storage: Storage, save_id: str) -> Sibling:
         StrategyError: this storage can't exchange folders.
     """
     if (sibling := can(storage).sibling) is None:
-        what = f"save: {storage.where()!r} already holds a checkpoint, and its storage can't exchange two folders"
+        what = f"save: {storage.where()!r} already holds a checkpoint, and its storage cannot exchange two folders"
         raise StrategyError(error_text(what, fix=_ELSEWHERE))
     return sibling(save_id)
 
@@ -126,7 +126,7 @@ def remove_sibling(storage: Storage, sibling: Sibling, strategies: Strategies | 
         # The old folder is searched again, since files may have been made between the links and the exchange.
         others = _others(sibling.storage, sibling, strategies)
         if clashes := sibling.share(others, durable=durable):
-            what = f"save: other programs' files can't return to {storage.where()!r}: new files have their names"
+            what = f"save: other programs' files cannot return to {storage.where()!r}: new files have their names"
             fix = f"Inspect {sibling.storage.where()!r}, and remove it."
             raise StorageError(error_text(what, offenders=map(repr, clashes), fix=fix))
     sibling.remove()
@@ -167,7 +167,7 @@ def own_files(storage: Storage, strategies: Strategies | None) -> set[str]:
     for backend in {sharded_backend(fields), common_backend(fields)}:
         list_files = find_strategy(StrategyAction.LIST_FILES, *backend, strategies=strategies)
         if list_files is None:
-            what = f"save: the format of the checkpoint in {storage.where()!r} doesn't list its files"
+            what = f"save: the format of the checkpoint in {storage.where()!r} does not list its files"
             raise StrategyError(error_text(what, found=f"backend {backend!r} without list_files", fix=_ELSEWHERE))
         names |= {*list_files(checkpoint)}
     return names

@@ -210,7 +210,7 @@ def pending_here(save: Save) -> PendingSave:
     storage = storage_at(save.where)
     pending = pending_save(save.start, storage, save.world, save.options)
     if not is_folder(pending.storage, pending.save_id):
-        heading = f"save: {storage.where()!r} is not shared: rank {save.world.rank} doesn't see rank 0's folder in it"
+        heading = f"save: {storage.where()!r} is not shared: rank {save.world.rank} does not see rank 0's folder in it"
         raise StorageError(error_text(heading, fix="Save to a folder on storage that all ranks share."))
     return pending
 

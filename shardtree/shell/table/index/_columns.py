@@ -135,7 +135,7 @@ class Index:
             return TensorKind(_readable(name), tuple(shape), int(self.key_prepended[number]))
         except UnsupportedValue as error:
             key = text_at(self.key_text, self.key_start, number)[:100]
-            raise UnsupportedValue(f"open: {key!r} can't be read, other tensors can: {error}") from None
+            raise UnsupportedValue(f"open: {key!r} cannot be read, other tensors can: {error}") from None
 
     def kinds(self, numbers: Sequence[int]) -> list[TensorKind]:
         """Return the dtypes and shapes of several stored tensors, given their numbers.

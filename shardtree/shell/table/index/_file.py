@@ -248,19 +248,19 @@ def _lengths(index: Index) -> str | None:
             return f"column {name!r} has {len(getattr(index, name))} rows where {expected} are needed"
     counts = (("key", index.key_axes), ("object", index.object_file), ("file", index.file_length))
     wrong = [group for group, column in counts if getattr(index, f"{group}_start").size != column.size + 1]
-    return f"the texts of {wrong} don't fit their rows" if wrong else None
+    return f"the texts of {wrong} do not fit their rows" if wrong else None
 
 
 def _texts(index: Index) -> str | None:
     for group in ("key", "dtype", "object", "file"):
         start, text = getattr(index, f"{group}_start"), getattr(index, f"{group}_text")
         if not start.size or start[0] != 0 or start[-1] != text.size or not _grow(start):
-            return f"the texts of {group!r} don't tile their column"
+            return f"the texts of {group!r} do not tile their column"
         if text.max(initial=0) > 127:
             texts(text, start)  # raises if the bytes aren't UTF-8
         # Keys are found by bisection, so they must be strictly ascending.
         if group in ("key", "object") and not _ascend(text, start):
-            return f"the texts of {group!r} aren't sorted and distinct"
+            return f"the texts of {group!r} are not sorted and distinct"
     # This raises if the bytes aren't UTF-8. An unknown dtype is an error of its own tensors only: others still load.
     texts(index.dtype_text, index.dtype_start)
     return None
@@ -344,7 +344,7 @@ def _places_of(index: Index, size_of_dtype: Column, rows: slice) -> str | None:
         return "a chunk's flat range is out of range"
     size, length = size_of_dtype[index.key_dtype[key]], index.chunk_length[rows]
     if ((size >= 0) & (np.where(whole, elements, stop - start) * size != length)).any():
-        return "a chunk's length isn't that of its elements"
+        return "a chunk's length is not that of its elements"
     return _BEYOND if _outside(index, index.chunk_file[rows], index.chunk_byte[rows], length) else None
 
 
@@ -396,4 +396,4 @@ def blocks_problem(index: Index) -> str | None:
     # Files that several ranks wrote have no hashes, since no rank saw all bytes of a block; nor have files without
     # checksums.
     fits = (blocks == -(-index.file_length // BLOCK_BYTES)) | (blocks == 0)
-    return None if fits.all() else "a file's blocks don't tile it"
+    return None if fits.all() else "a file's blocks do not tile it"

@@ -263,9 +263,9 @@ def naming_data_of(unique_key: str, place: str = "tree") -> Iterator[None]:
 
     Examples:
         >>> with naming_data_of("f/shard_0_1"):
-        ...     raise UnsupportedValue("tree can't be stored")
+        ...     raise UnsupportedValue("tree cannot be stored")
         Traceback (most recent call last):
-        shardtree.errors.UnsupportedValue: save: ShardedObject 'f/shard_0_1', whose data is tree: tree can't be stored
+        shardtree.errors.UnsupportedValue: save: ShardedObject 'f/shard_0_1', whose data is tree: tree cannot be stored
     """
     try:
         yield

@@ -24,13 +24,13 @@ def main() -> None:
         world.barrier()
     else:
         with pytest.raises(
-            WorldError, match=r"all_gather: rank 1 of 3 didn't take part; rank [02] of 3 can't reach its peers"
+            WorldError, match=r"all_gather: rank 1 of 3 did not take part; rank [02] of 3 cannot reach its peers"
         ):
             impatient.all_gather(1)
         world.barrier()
     paired = distributed(timeout=2.0, purpose="paired")
     if world.rank == 0:
-        with pytest.raises(WorldError, match=r"recv\(source=1\): rank 1 of 3 didn't take part; rank 0 of 3 can't"):
+        with pytest.raises(WorldError, match=r"recv\(source=1\): rank 1 of 3 did not take part; rank 0 of 3 cannot"):
             paired.recv(1)
     world.barrier()
     dist.destroy_process_group()
