@@ -1,7 +1,8 @@
-"""Import paths of the functions outside core and shell that core and shell use; they use no others.
+"""Import paths of the functions that the packages `core` and `shell` use from packages that build on them.
 
-A save or load in our own format needs only `formats`, which returns rows of the dispatch table; the others are imported
-on demand. A path is a module of the package and, after a colon, a name in it.
+Such a function is called a leaf here. A save or load in our own format needs only the leaf `formats`, which returns
+rows of the dispatch table; the others are imported on demand. A path is a module of shardtree and, after a colon, a
+name in it.
 """
 
 from __future__ import annotations

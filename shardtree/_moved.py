@@ -1,4 +1,4 @@
-"""Present import paths of modules that moved, for files, pickles and programs that contain the old ones."""
+"""New import paths of modules that have moved, for files, pickles and programs that contain the old paths."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ _PACKAGE = "shardtree."
 
 
 def new_address(address: str) -> str:
-    """Return the present import path of a module, or of a name in it.
+    """Return the import path that a module, or a name in it, has now.
 
     Args:
         address: Dotted name, from any version since the first; one outside the package is returned unchanged.

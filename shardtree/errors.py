@@ -70,12 +70,12 @@ class TreeError(CheckpointingException, ValueError):
 
 
 class KeyMismatch(CheckpointingException, KeyError):
-    """A requested key doesn't exist.
+    """Keys are missing or unexpected.
 
     Attributes:
-        missing: All stored keys that no rank requests, sorted, if a strict mode of `load` raised the error.
-        unexpected: All requested keys that aren't stored, sorted. Objects are listed by their keys if a strict mode
-            raised the error, and otherwise by their unique keys.
+        missing: All stored keys that no rank requests, sorted; only set by strict modes.
+        unexpected: All requested keys that aren't stored, sorted. Strict modes list objects by their keys; other errors
+            list objects by their unique keys.
     """
 
     missing: tuple[str, ...] = ()
@@ -313,7 +313,7 @@ def shorten(offenders: Iterable[str], shown: int = _SHOWN, count: int | None = N
 def missing_numbers(numbers: Container[int], present: int, count: int) -> list[int]:
     """Return the smallest numbers from 0 that `numbers` lacks, for an error: at most ten, all of them below `count`.
 
-    `present` is the number of elements of `numbers` below `count`, which may be huge, since it may come from a file.
+    `present` is the number of elements of `numbers` below `count`. A `count` from a file may be huge.
 
     Examples:
         >>> missing_numbers({0, 2}, 2, 4), missing_numbers({1}, 1, 2**70)[:3]

@@ -268,10 +268,10 @@ def convert(
     ] = None,
     plain: Annotated[
         list[str] | None,
-        typer.Option(metavar="PATTERN", help="Keys of FP8 numbers that need no scales, for --cast. Repeatable."),
+        typer.Option(metavar="PATTERN", help="Keys of FP8 tensors that may be cast without scales. Repeatable."),
     ] = None,
     prune: Annotated[
-        bool, typer.Option("--prune", help="Leave out tensors that the transforms drop, without --leave-out for them.")
+        bool, typer.Option("--prune", help="Allow transforms to drop tensors without --leave-out.")
     ] = False,
     optimizer: Annotated[
         Literal["model-space"] | None,
@@ -287,7 +287,7 @@ def convert(
     ] = None,
     shapes: Annotated[
         Literal["stored"] | None,
-        typer.Option(metavar="stored", help="Trust the shapes that stored pieces add up to, if no shapes are stored."),
+        typer.Option(metavar="stored", help="If no shapes are stored, trust those that the stored pieces add up to."),
     ] = None,
     max_bytes_in_flight: Annotated[
         str, typer.Option(metavar="SIZE", help="Upper bound of the bytes of tensors in memory.")
@@ -375,7 +375,7 @@ _Ranks = Annotated[
 _Cast = Annotated[bool, typer.Option("--cast", help="Convert dtypes that differ.")]
 _Plain = Annotated[
     list[str] | None,
-    typer.Option("--plain", metavar="PATTERN", help="Keys of FP8 numbers that need no scales, for --cast. Repeatable."),
+    typer.Option("--plain", metavar="PATTERN", help="Keys of FP8 tensors that may be cast without scales. Repeatable."),
 ]
 
 

@@ -220,7 +220,10 @@ def _as_option(match: re.Match[str], options: Mapping[str, str]) -> str:
 
 
 def _values(value: str) -> list[str]:
-    """Return the values of a Python literal as a user types them; empty for None, `...` and other text."""
+    """Return the values of a Python literal, as a user would type them.
+
+    The list is empty if the text isn't a literal, or if a value in it is None or Ellipsis (``...``).
+    """
     try:
         literal = ast.literal_eval(value)
     except (ValueError, SyntaxError):

@@ -116,7 +116,8 @@ def cut_text(grid: Grid | None) -> str:
 def contents_of(metadata: Mapping[str, ShardedTensor | ShardedObject]) -> StoredContents:
     """Return rows for the tensors and objects in a checkpoint's metadata.
 
-    Cuts of tensors and lengths of objects are known only if the metadata is that of an index.
+    The number of pieces of each tensor and the length of each object are known only if the metadata is an
+    `IndexMetadata`.
 
     Examples:
         >>> import torch
@@ -142,16 +143,16 @@ def contents_of(metadata: Mapping[str, ShardedTensor | ShardedObject]) -> Stored
 def contents_at(tree: OpenCheckpoint) -> StoredContents:
     """Return rows for an open checkpoint's contents, under the names that a load uses.
 
-    Cuts of tensors are known only if the format has an index.
+    The number of pieces of each tensor is known only if the format has an index.
     """
     return _contents(tree, index_of(tree.checkpoint, tree.strategies, tree.metadata))
 
 
 def contents_in_files(tree: OpenCheckpoint, patterns: Sequence[str] = ()) -> StoredContents:
-    """Return rows for an open checkpoint's contents under the names in its files, which takes no further reads.
+    """Return rows for an open checkpoint's contents, under the names in its files.
 
-    Some formats must read more to find the names that a load uses. Those names are returned instead if one of the
-    patterns matches no name in the files.
+    These names are known without further reads. In some formats a load uses other names, and finding them takes reads.
+    The result for such a format is that of `contents_at` if a pattern matches none of the names in the files.
     """
     contents = _contents(tree, index_of(tree.checkpoint, tree.strategies))
     is_whole = not isinstance(tree.metadata, DeferredMetadata) or not _misses(patterns, _names_in([contents]))
@@ -227,7 +228,7 @@ def _misses(patterns: Sequence[str], names: Collection[str]) -> list[str]:
 
 
 def note_shell_patterns(option: str, patterns: Iterable[str], keys: Collection[str]) -> None:
-    """Print a note on stderr for each pattern that would match other keys in a shell, where ``*`` also matches dots."""
+    """Print a note for each pattern that matches other keys as a shell pattern, where ``*`` matches dots too."""
     for line in shell_differences(patterns, keys):
         typer.echo(f"note: {option} {line}; * is one part between dots, ** any number", err=True)
 

@@ -45,7 +45,7 @@ class Conversion:
         names: New key by old key, as patterns.
         dtype: Dtype of floating-point tensors in the copy; None leaves them unchanged.
         leave_out: Patterns of keys that aren't converted.
-        plain: Patterns of keys of FP8 numbers that need no scales, and may be cast.
+        plain: Key patterns of FP8 tensors that may be cast without scales.
         prune: True to leave out tensors that the transforms drop.
         optimizer_in_model_space: True to write Megatron-Core's `dp_reshardable` optimizer as `fully_reshardable`.
         expert_parallel: True if the run that loads the converted optimizer has expert parallelism; None if it is as in
@@ -144,7 +144,11 @@ def _run_rank(conversion: Conversion, world: World, *, as_json: bool) -> int:
 
 
 def _shapes(conversion: Conversion, world: World) -> dict[str, tuple[int, ...]] | None:
-    """Return the shapes that the source's stored pieces add up to, by key; None unless the conversion trusts them."""
+    """Return the shape of each tensor by key, for `LoadOptions.shapes`; None unless the user trusts computed shapes.
+
+    In a source without stored shapes, the shapes are computed from the stored pieces. They are too small if a piece is
+    missing.
+    """
     if not conversion.trusts_shapes:
         return None
     tensors = load_tensors_metadata(conversion.source, world=world)
@@ -160,7 +164,7 @@ def transform_of(
         transforms: Functions of a tree, in the order in which they are applied.
         names: New key by old key, as patterns; empty for no renaming.
         dtype: Dtype that floating-point tensors are cast to; None for no cast.
-        plain: Patterns of keys of FP8 numbers that need no scales.
+        plain: Key patterns of FP8 tensors that may be cast without scales.
 
     Examples:
         >>> import torch
@@ -203,9 +207,10 @@ def strategies_of(backend: str | tuple[str, int], most_file_bytes: int | None) -
 
 
 def _look(conversion: Conversion) -> tuple[dict[str, Any], int]:
-    """Return arguments for `convert`, and the approximate number of bytes to write and read back, for the bar.
+    """Return keyword arguments for `convert`, and the length of the progress bar.
 
-    The arguments rewrite the optimizer as `model_space` says; they are empty unless this is requested.
+    The arguments rewrite the optimizer, as `model_space` returns them; there are none unless `optimizer_in_model_space`
+    is set. The length is the approximate number of bytes that will be written and read back.
     """
     tree = open_checkpoint(conversion.source, options=LoadOptions(allow_pickle=conversion.allow_pickle))
     changes = {}

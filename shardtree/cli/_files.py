@@ -64,8 +64,8 @@ def files_in(storage: Storage) -> Files:
 def files_of(tree: OpenCheckpoint) -> Files:
     """Return the number and length of the files in a checkpoint's folder, and the names of missing or short files.
 
-    If there are too many files to count, only the counted ones are checked: they may be too short, but other files
-    aren't reported as missing.
+    Counting stops at a limit. If the folder has more files, missing files aren't reported, only counted files that are
+    too short.
     """
     storage = tree.checkpoint.storage
     lengths, most = _lengths(storage), _most(storage)
@@ -79,7 +79,7 @@ def _counted(lengths: Sequence[tuple[str, int]], most: int) -> Files:
 
 
 def _lengths(storage: Storage) -> list[tuple[str, int]]:
-    """Return the names and lengths of files up to the limit, and one more file if the folder has more."""
+    """Return (name, length) pairs for the files in a folder, at most ``_most(storage) + 1`` of them."""
     return list(islice(file_lengths(storage), _most(storage) + 1))
 
 

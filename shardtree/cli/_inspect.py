@@ -117,7 +117,11 @@ def tensor_table(rows: Sequence[TensorRow]) -> Table:
 
 
 def object_table(rows: Sequence[ObjectRow]) -> Table:
-    """Return the table with a row for each array of objects, made from the rows of the arrays' stored cells."""
+    """Return the table with a row for each array of objects.
+
+    Args:
+        rows: Stored objects, each a cell of an array.
+    """
     arrays: dict[tuple[str, tuple[int, ...]], list[ObjectRow]] = {}
     for row in rows:
         arrays.setdefault((row.key, row.shape), []).append(row)

@@ -1,6 +1,7 @@
-"""Layouts, each as one tree of shards without data per rank.
+"""Layouts of tensors over ranks: a tree of shards without data for each rank.
 
-A layout is typed on the command line, as a mesh with specs or a number of ranks, or is that of a checkpoint's pieces.
+A layout is typed on the command line, as a mesh with specs or a number of ranks, or follows from the pieces in a
+checkpoint.
 """
 
 from __future__ import annotations

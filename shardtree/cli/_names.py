@@ -1,4 +1,4 @@
-"""Parsers of typed formats, dtypes, functions, keys and sizes; errors suggest the most similar name."""
+"""Parsers of formats, dtypes, functions, keys and sizes in a command line; errors suggest the most similar name."""
 
 from __future__ import annotations
 
@@ -119,7 +119,8 @@ def did_you_mean(text: str, names: Collection[str], others: Collection[str] = ()
 def function_named(text: str) -> Callable[[Any], Any]:
     """Execute a Python file, and return the function or trace in it that a text FILE.py:NAME names.
 
-    If the function raises an error, its line is added: to our own errors as a note; others become a TreeError.
+    If the function raises an error later, the line of the file is added to it: a `CheckpointingException` gets a note,
+    and another error becomes a TreeError.
 
     Raises:
         typer.BadParameter: There is no such file or function, or the file raised an error.

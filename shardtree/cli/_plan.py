@@ -38,7 +38,7 @@ def run_explain(
         like: Path or URL of another checkpoint whose tensors are wanted; None for the tensors of `checkpoint`.
         patterns: Patterns of the wanted keys; none means all.
         cast: True to convert dtypes.
-        plain: Patterns of keys of FP8 numbers that need no scales.
+        plain: Key patterns of FP8 tensors that may be cast without scales.
         as_json: True to print JSON.
         options: Options of the reads.
 
@@ -112,7 +112,7 @@ def run_plan(
         patterns: Patterns of the wanted keys; none means all.
         origins: True to print the origin of each box of each tensor.
         cast: True to convert dtypes.
-        plain: Patterns of keys of FP8 numbers that need no scales.
+        plain: Key patterns of FP8 tensors that may be cast without scales.
         as_json: True to print JSON.
 
     Raises:

@@ -54,9 +54,9 @@ class Side:
     Attributes:
         where: Path or URL, as the user typed it.
         tree: Open checkpoint; None if it can't be opened, for example because its index is damaged.
-        findings: Contents of the checkpoint; None if it can't be opened.
+        findings: Result of `examine`: the contents of the checkpoint; None if they can't be read.
         problem: Reason that it can't be opened or checked for damage; "" if there is none.
-        verification: Damage, and the number of bytes checked; None if nothing was checked.
+        verification: Result of `find_damage`: the damage, and the number of bytes checked; None if nothing was checked.
     """
 
     where: str

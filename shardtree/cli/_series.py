@@ -89,12 +89,12 @@ def find_series(where: str, names: str | None) -> CheckpointSeries:
         return series_in(where, formats[0])
     if not formats:
         raise NotACheckpoint(no_step(where))
-    fix = f"Name one of these series: --names {shlex.quote(formats[0])}."
+    fix = f"Choose one of these series, for example with --names {shlex.quote(formats[0])}."
     raise NotACheckpoint(error_text(f"series: several series under {where!r}", found=", ".join(formats), fix=fix))
 
 
 def _finished_formats(storage: Storage) -> list[str]:
-    """Return the sorted formats of folder names under which a finished step exists."""
+    """Return the sorted formats, such as step_{}, of finished steps' folder names."""
     formats = sorted(set(_step_folders(storage).values()))
     return [form for form in formats if series_in(storage, form).latest() is not None]
 
@@ -111,14 +111,15 @@ def _refuse_twins(where: str, folders: Sequence[str]) -> None:
 
 
 def series_in(root: Storage | str, names: str) -> CheckpointSeries:
-    """Return the series of the steps under a root whose folder names have a format, for use by this process alone."""
+    """Return the series of the steps under a root, for this process alone; `names` is the format of folder names."""
     return CheckpointSeries(root, names, world=one_process())
 
 
 def no_step(where: str) -> str:
     """Return the text of the error for a root without finished steps."""
     heading, expected = f"series: no finished step under {where!r}", "folders such as step_00000100 or iter_0000100"
-    return error_text(heading, expected=expected, fix="Name the folder of a run, or pass --names.")
+    fix = "Pass the folder of a run, or the format of its folders' names, such as --names 'step_{:08d}'."
+    return error_text(heading, expected=expected, fix=fix)
 
 
 def _step_folders(storage: Storage) -> dict[str, str]:
@@ -214,7 +215,7 @@ def run_latest(where: str, names: str | None, *, is_verified: bool, as_json: boo
     Args:
         where: Path or URL of the root.
         names: Format of the names of steps' folders, such as step_{:08d}; None for that of the finished steps.
-        is_verified: True to skip damaged steps, which takes reading every byte.
+        is_verified: True to skip damaged steps; whole steps are then read, newest first, until one is undamaged.
         as_json: True to print JSON.
 
     Raises:

@@ -54,7 +54,7 @@ def latest(
     root: _Root,
     names: _Names = None,
     verified: Annotated[
-        bool, typer.Option("--verified", help="Skip damaged steps, which takes reading every byte of the newest.")
+        bool, typer.Option("--verified", help="Skip damaged steps: read steps, newest first, until one is undamaged.")
     ] = False,
     as_json: Json = False,
 ) -> int:
@@ -155,7 +155,7 @@ def clean(
         typer.Option(
             metavar="TIME",
             help="Time without a change after which a save of another machine counts as killed. A save of this machine"
-            " counts once its process is gone.",
+            " counts as killed once its process is gone.",
         ),
     ] = "1h",
     as_json: Json = False,

@@ -47,7 +47,8 @@ def run_verify(checkpoint: str, *, threads: int | None, needs_checksums: bool, a
     else:
         _show(Output(), checkpoint, report, pace(report.bytes_read, time.monotonic() - began))
     if report.sound is None and needs_checksums:
-        heading, fix = "verify: bytes without a checksum", "Leave out --require-checksums: most formats have some."
+        heading = "verify: some bytes have no checksum"
+        fix = "Leave out --require-checksums to accept such bytes, which most formats of other programs have."
         amount = f"{size(report.unchecked_nbytes)} of {checkpoint}"
         complain("verify", StrategyError(error_text(heading, found=amount, expected="none", fix=fix)))
         return TROUBLE

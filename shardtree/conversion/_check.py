@@ -57,14 +57,15 @@ def check_destination(
 ) -> CheckResult:
     """Compare the destination with the plan, and return the verified bytes and the fingerprints; collective.
 
-    If a tensor's elements were fingerprinted while they were written, only the destination is read. For other tensors,
-    and if fingerprints differ, the source is read once more and compared bit for bit. A tensor that the transform
-    returned unchanged must have the fingerprint that the source stores, if it stores any.
+    If all elements of a tensor were fingerprinted while they were written, only the destination is read, and the
+    fingerprints are compared. Otherwise, or if the fingerprints differ, the source is read once more and compared bit
+    for bit. A tensor that the transform returned unchanged must have the fingerprint that the source stores, if it
+    stores one.
 
     Args:
         reopen: Function that opens the destination again.
         plan: Plan of the conversion; tensors of the source are read once more if needed.
-        passage: Passage through which this call read the elements that it has written, with their fingerprints.
+        passage: Fingerprints of the elements that this rank has written during this call of `convert`.
         most_bytes: Approximate bound of the comparison's memory.
         progress: Callback with the bytes compared since its last call.
         world: World of the ranks that share the bytes.
@@ -113,7 +114,7 @@ def _read_shares(
     Args:
         plan: Plan of the conversion.
         world: World of the ranks that share the tensors.
-        read: Function that reads tensors and returns their differences; the passage collects their fingerprints.
+        read: Function that reads tensors and returns their differences; its `Passage` collects their fingerprints.
         only: Keys to read; None for all.
     """
     differences, readback = list[ValueDifference](), Passage(0, has_sums=True)
@@ -187,7 +188,7 @@ def _value_differences(
 
 
 def _in_whole(difference: ValueDifference, shard: ShardedTensor) -> ValueDifference:
-    """Return a piece's difference with the index and the number of elements of the whole tensor."""
+    """Return a piece's difference with `first` as an index in the whole tensor, and `elements` as its size."""
     offset = shard.global_offset[shard.prepend_axis_num :]
     before = shard.global_offset[: shard.prepend_axis_num]
     inside = tuple(start + index for start, index in zip(offset, difference.first, strict=True))

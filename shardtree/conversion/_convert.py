@@ -99,17 +99,17 @@ def convert(
         transform_common: Pure function from the common state, with holes in place of shards, to the one to write.
         common_backend: Format of the common state; by default the one that a save would choose.
         layout: Number of pieces along each axis of a tensor: a function from a whole shard to such counts, or a dict of
-            counts by key pattern. Other tensors are cut only if they are larger than a batch.
+            counts by key pattern. A tensor without counts is cut only if it is larger than a batch.
         leave_out: Patterns of keys that aren't converted. ``"common"`` leaves out the common state, but its
             tensors, such as a module's buffers, are then converted under the keys of their paths. Any other key of the
             source that isn't in the output is an error.
-        plain: Key patterns of FP8 tensors that need no scales: a transform may cast them, and ignore tensors of the
-            source that are named like their scales.
+        plain: Key patterns of FP8 tensors that a transform may cast without scales. Casting another tensor is an error
+            if the source has tensors that are named like its scales, and the output doesn't use them.
         prune: Whether keys that the transform drops are left out without an error, for example if it keeps only some
             layers.
         max_bytes_in_flight: Upper bound of a batch's bytes. A format that can't stream holds one batch in memory. In an
-            object store, a batch to the format huggingface is one or more files; 5 * 10**9 gives files as large as on
-            a disk.
+            object store, the format huggingface never writes two batches to one file; pass 5 * 10**9 for files as large
+            as on a disk.
         verify: Whether the destination is read back and compared.
         strategies: Dispatch table; None for the process's.
         load_options: Options for reading the source, and the destination when it is compared.
@@ -257,7 +257,7 @@ def _write(target: ConversionTarget, journal: Journal, plan: Plan, passage: Pass
         that another save may have made, so that it must be compared.
 
     Raises:
-        AlreadyACheckpoint: There is a checkpoint that this conversion hasn't begun.
+        AlreadyACheckpoint: The destination has a checkpoint, and no earlier call has begun this conversion.
     """
     common = {} if plan.common is HOLE else plan.common
     with ExitStack() as claims:
@@ -285,7 +285,8 @@ def _begin_or_resume(
 ) -> tuple[str, int]:
     """Begin or resume the save, on rank 0, and return its name and the state of the destination.
 
-    The state is `_UNFINISHED`; or, if a checkpoint is committed there, `_OURS` or `_OF_OTHERS`.
+    The state is `_UNFINISHED` unless the destination has a checkpoint. It is then `_OURS`, or `_OF_OTHERS` if another
+    save may have made the checkpoint.
 
     Args:
         target: Storage and format of the destination.
@@ -295,7 +296,7 @@ def _begin_or_resume(
         claims: Stack that gets the claim on the save's folder; the save counts as alive until the stack is closed.
 
     Raises:
-        AlreadyACheckpoint: There is a checkpoint that this conversion hasn't begun.
+        AlreadyACheckpoint: The destination has a checkpoint, and no earlier call has begun this conversion.
         UnsupportedValue: The format can't hold some value.
     """
     storage = target.storage
@@ -335,12 +336,13 @@ def _in_progress(target: ConversionTarget) -> StorageError:
 
 
 def _look(target: ConversionTarget, journal: Journal) -> tuple[str, Start | None, bool]:
-    """Return the name of the save, its start, and whether the destination already has a checkpoint.
+    """Return ``(save_id, start, is_there)``; `is_there` is True if the destination already has a checkpoint.
 
-    The start is the result of `inspect_folder`, or None if an earlier call has begun the save.
+    If an earlier call has begun this conversion, `save_id` names its save, and `start` is None. Otherwise `start` is
+    the result of `inspect_folder`, and `save_id` is the name in it.
 
     Raises:
-        AlreadyACheckpoint: There is a checkpoint that this conversion hasn't begun.
+        AlreadyACheckpoint: The destination has a checkpoint, and no earlier call has begun this conversion.
     """
     with listed(target.storage, deep=False) as listing:  # one look for all questions
         save_id = begun_save(journal) if journal.folder in listing.names() else None

@@ -36,7 +36,7 @@ def contents_of(batches: Sequence[Batch], *, nonce: str, allow_pickle: bool) -> 
 
 
 def common_hash(common: Any) -> str:
-    """Return the hash of a common state; empty if some value can only be pickled, or only be written by its format.
+    """Return the hash of a common state; empty if `encode_tree` can't encode it without pickles.
 
     Pickles aren't hashed, since pickles of equal sets differ between processes.
     """

@@ -149,7 +149,8 @@ def record(journal: Journal, batch: int, result: Any, names: Iterable[str], *, d
         journal: Journal of the conversion.
         batch: Number of the batch.
         result: Result of writing, which the commit needs.
-        names: Names of the files that the batch has written; those that are gone were its own temporary files.
+        names: Names of the files that the batch has written. Files that don't exist any more were temporary, and
+            aren't recorded.
         durable: Whether the record is on the medium before this returns.
     """
     files = [*names]
@@ -286,7 +287,7 @@ def recording(storage: Storage, announce: Callable[[str], None]) -> tuple[Storag
         announce: Callback with a file's name before it is written for the first time.
 
     Returns:
-        The storage, and a set that grows by the name of each file written; some of these files may be gone.
+        The storage, and a set to which it adds the name of each file that it writes, temporary files included.
 
     Examples:
         >>> from shardtree.storage import MemoryStorage
@@ -313,7 +314,7 @@ def recording(storage: Storage, announce: Callable[[str], None]) -> tuple[Storag
         return call
 
     def noting(call: Function, name: str) -> Function:
-        """Announce a file at its first write, and return `call` unchanged."""
+        """Call `announce` with the name and add it to `names`, unless it is there already; return `call` unchanged."""
         if name not in names:
             announce(name)
             names.add(name)
@@ -337,7 +338,10 @@ def _behind(write: Function, pieces: Iterable[Any], options: Mapping[str, Any]) 
         return write(replace(pieces, buffers=handed) if isinstance(pieces, SizedBuffers) else handed, **options)
 
     def kept(buffer: Buffer) -> Buffer:
-        """Return a copy of a buffer in reused memory, since new memory that is freed late would fragment the heap."""
+        """Copy a buffer to memory from a pool, and return the copy; if the size isn't in `_KEPT`, return the buffer.
+
+        Without the pool, many new buffers that are freed late would fragment the heap.
+        """
         if buffer.nbytes not in _KEPT:
             return buffer
         copy = memoryview(memory.lend(buffer.nbytes).numpy())

@@ -20,10 +20,12 @@ from ..inspection import in_usual_threads
 
 @dataclass(slots=True, eq=False)
 class Passage:
-    """Fingerprints of the elements that a format's functions read from watched shards, and options of these reads.
+    """Fingerprints of the elements that are read from shards returned by `watch`, and options of these reads.
+
+    A format's save functions get such shards, so that the elements that they write are fingerprinted.
 
     Attributes:
-        window_bytes: Size of the window of a large tensor that is read at a time; 0 to read each request by itself.
+        window_bytes: Number of bytes to read at a time around a small request; 0 to read only what is requested.
         has_sums: Whether elements are fingerprinted.
     """
 
@@ -70,7 +72,9 @@ def _sum(parts: Sequence[PartialFingerprint]) -> PartialFingerprint:
 
 @dataclass(slots=True, eq=False)
 class ReadTurn:
-    """A batch's turn to be read: batches are read one at a time, while earlier ones may still be sent.
+    """The turn of a batch to be read from the source.
+
+    Batches are read one at a time, while earlier batches may still be sent to the destination.
 
     Attributes:
         gate: Lock of the conversion, held while a batch is read.
@@ -85,7 +89,7 @@ class ReadTurn:
     _has_begun: bool = False
 
     def wait(self) -> None:
-        """Wait until the turn begins; return at once if it has begun before, even if it is over."""
+        """Wait until the batch may be read; return at once if its turn has begun before, even if that has ended."""
         with self._lock:
             if not self._has_begun:
                 self.gate.acquire()
@@ -93,14 +97,14 @@ class ReadTurn:
                 self.begin()
 
     def count(self, elements: int) -> None:
-        """Count the elements of a read; the last one ends the turn."""
+        """Count elements of the batch that were read; with its last element, the turn of the batch ends."""
         with self._lock:
             if self._has_begun and self.rest > 0 and self.rest <= elements:
                 self.gate.release()
             self.rest -= elements
 
     def end(self) -> None:
-        """End the turn, even if elements are left."""
+        """End the turn, even if elements of the batch weren't read."""
         self.count(self.rest)
 
 

@@ -93,7 +93,7 @@ def check_output(tensors: Sequence[ShardedTensor], objects: Sequence[ShardedObje
     problems += [f"{name!r} is both a tensor and an object" for name in names if name in keys]
     problems += [f"{shard.key!r} is a flat range" for shard in tensors if shard.flattened_range is not None]
     if problems:
-        fix = "Give each tensor a key of its own, and all of its elements once."
+        fix = "Give each tensor and object a unique key, and cover each tensor's elements once, without flat ranges."
         raise IntegrityError(error_text("convert: the output is not a whole checkpoint", offenders=problems, fix=fix))
 
 
@@ -102,7 +102,7 @@ def _has_elements(shard: Shard) -> bool:
 
 
 def _used_boxes(tensors: Sequence[ShardedTensor], reads: Iterable[Fetch]) -> _Boxes:
-    """Return the used boxes of each source tensor, as (offset, shape, largest number of its elements used)."""
+    """Return the boxes of each source tensor that are read, as (offset, shape, greatest number of elements used)."""
     boxes: _Boxes = defaultdict(set)
     for fetch in reads:
         _add(boxes, fetch, prod(fetch.shape))
@@ -122,7 +122,7 @@ def _add(boxes: _Boxes, fetch: Fetch, count: int) -> None:
 
 
 def _coverage(boxes: set[tuple[tuple[int, ...], tuple[int, ...], int]]) -> int:
-    """Return an upper bound of the number of used elements in all boxes together."""
+    """Return an upper bound of the number of a tensor's used elements, from its boxes as `_used_boxes` returns them."""
     # It is the smaller of two upper bounds: boxes may overlap, and a view may use fewer elements than its box has.
     places = sorted({(offset, shape) for offset, shape, _ in boxes})
     begin, shape = (np.array(column, dtype=np.int64).reshape(len(places), -1) for column in zip(*places, strict=True))
@@ -186,13 +186,14 @@ def batches_of(
     Args:
         tensors: Boxes of tensors, in the order of writing.
         objects: Objects, which come first, so that a format that can't hold them fails before anything is written.
-        layout: Number of pieces along each axis of whole tensors; others are cut if they are larger than a batch.
+        layout: Number of pieces along each axis, for whole tensors. A shard without such counts, or a shard that isn't
+            a whole tensor, is cut only if it is larger than a batch.
         most_bytes: Upper bound of a batch's bytes, unless a piece that `layout` asks for is larger.
         cuts: Whether a tensor that is larger than a batch is cut; else it is a batch of its own.
 
     Raises:
         KeyMismatch: `layout` has a pattern that matches no key.
-        ShapeError: `layout` has another type, or doesn't give a count for each axis.
+        ShapeError: `layout` is neither a function nor a dict of patterns, or doesn't give a count for each axis.
     """
     counts_of = _counts_function(layout, tensors)
     batches = [Batch((), tuple(objects[start : start + _OBJECTS])) for start in range(0, len(objects), _OBJECTS)]
@@ -286,7 +287,7 @@ class Plan:
         common: Common tree to write, with holes in place of shards; `HOLE` if it is left out.
         batches: Pieces of the tensors, and the objects, in the order of writing.
         left_out: Keys that patterns leave out or the transform drops; keys of unreadable values; and, if the common
-            state is left out, ``"common"`` and the paths of its tensors that can't have the keys of their paths.
+            state is left out, ``"common"`` and the paths of its tensors that aren't converted, such as sparse ones.
         unused: (key, number of unused elements) of each tensor that the output uses only in part.
         unchanged_keys: Keys of tensors that the transform returned unchanged.
     """
@@ -323,11 +324,13 @@ def plan_conversion(
 ) -> Plan:
     """Return the plan of a conversion; only metadata and the common state of the source are read.
 
+    Arguments are as in `convert`, except that `most_bytes` and `cuts` are as in `batches_of`.
+
     Raises:
         KeyMismatch: A key is neither used nor left out nor pruned, or a pattern matches nothing.
         IntegrityError: The output's shards don't tile their tensors.
         TreeError: The transform returned a value that isn't a shard.
-        ShapeError: Quantised values are cast, and their scales aren't used.
+        ShapeError: The output casts quantised values, but doesn't use their scales.
     """
     most = _checked_bytes(most_bytes)
     reads: list[Fetch] = []
@@ -358,9 +361,9 @@ def plan_conversion(
 def _refuse_without_scales(
     tensors: Sequence[ShardedTensor], metadata: Metadata, unused: Set[str], plain: Sequence[str]
 ) -> None:
-    """Raise an error if quantised values are cast although the output doesn't use their scales in the source.
+    """Raise an error if the output casts quantised values, but doesn't use their scales.
 
-    Used scales aren't checked: `cast` itself refuses such values, and `recode` multiplies by the scales.
+    Values whose scales are used aren't checked: `cast` refuses them itself, and `recode` multiplies them by the scales.
     """
     is_plain = plain_matcher("convert", plain, lambda: metadata)
     pairs = (pair for shard in tensors if isinstance(shard.data, LazyTensor) for pair in cast_sources(shard.data))

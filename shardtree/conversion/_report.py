@@ -21,7 +21,7 @@ class ConversionReport:
         nbytes: Size of the tensors in bytes.
         left_out: Keys and unique keys of the source that were left out or dropped by the transform; names of unreadable
             values, such as arrays of texts; and, if the common state was left out, ``"common"`` and the paths of its
-            tensors that can't have the keys of their paths.
+            tensors that weren't converted, such as sparse ones.
         unused: (key, number of unused elements) of each tensor that was used only in part.
         batches: Number of batches.
         resumed: Number of batches that an earlier call had written.

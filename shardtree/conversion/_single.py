@@ -50,7 +50,7 @@ class SingleFile:
         return folder_in(self.above, self.folder)
 
     def place(self) -> Storage:
-        """Return the storage of the written model: the file if it is in place already, else the hidden folder."""
+        """Return the storage to open the written model from: the final file if it exists, else the hidden folder."""
         return folder_in(self.above, self.name) if self.is_there else self.draft()
 
     def refusal(self) -> AlreadyACheckpoint:

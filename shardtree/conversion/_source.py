@@ -159,8 +159,8 @@ def left_out_keys(
     Args:
         doing: Name of the operation in error messages.
         metadata: Stored tensors and objects.
-        patterns: Patterns of keys; an object matches by its key or its unique key. A pattern that would match other
-            keys in a shell gives a FutureWarning.
+        patterns: Patterns of keys; an object matches by its key or its unique key. A pattern gives a FutureWarning if
+            it matches other keys as a shell pattern, where ``*`` matches dots too.
         others: Further keys that patterns may match, such as those of unreadable values.
 
     Raises:
@@ -191,8 +191,9 @@ def left_out_keys(
 
 
 def note_shell_patterns(what: str, patterns: Iterable[str], keys: Collection[str]) -> None:
-    """Warn of patterns that would match other keys in a shell, where ``*`` also matches dots, as it once did here."""
+    """Warn of patterns that match other keys as shell patterns, where ``*`` matches dots too, as it once did here."""
     lines = shell_differences(patterns, keys)
     if lines:
-        fix = "* matches one part between dots, ** any number of parts."
-        warnings.warn(error_text(f"{what}: ambiguous patterns", offenders=lines, fix=fix), FutureWarning, 3)
+        heading = f"{what}: patterns that match other keys here than in a shell"
+        fix = "Write ** where dots may be matched too: * matches one part between dots, ** any number of parts."
+        warnings.warn(error_text(heading, offenders=lines, fix=fix), FutureWarning, 3)

@@ -143,7 +143,7 @@ class Batches:
         save_id: Name of the save.
         plan: Plan of the conversion.
         common: Common tree, with holes in place of shards.
-        passage: Passage through which elements are read.
+        passage: Fingerprints of the elements that are read to be written, and options of these reads.
         state: State of the latest request, which the format may reuse for the next one.
         first: Request of batch 0 on rank 0; None before it is made.
     """
@@ -165,7 +165,10 @@ class Batches:
         self.columns = join_columns(parts)
 
     def prepare(self, number: int) -> _BatchRequest:
-        """Return the request that writes a batch, the set that gets its files' names, and its turn to be read."""
+        """Return ``(request, names, turn)`` for a batch; calling the request's `async_fn` writes the batch.
+
+        This adds the names of the written files to the set `names`. All reads of the batch wait for `turn` to begin.
+        """
         batch, target, count = self.plan.batches[number], self.destination, len(self.plan.batches)
         lazy = [shard.data for shard in batch.tensors if isinstance(shard.data, LazyTensor)]
         # Small reads of the batch are planned together, before the request makes them one by one.
@@ -250,11 +253,14 @@ _ROUND = 16  # batches of a rank between two collectives, in which ranks learn o
 
 
 def deal(pieces: Sequence[tuple[int, int]], ranks: int) -> list[list[list[int]]]:
-    """Return the batches of each rank, for each round: consecutive ones, balanced by bytes. Batch 0 is always rank 0's.
+    """Return the numbers of the batches that each rank handles, as ``result[round][rank]``.
+
+    A round is the work between two collectives, at most ``16 * ranks`` batches. They are divided among the ranks in
+    order, balanced by bytes. Batch 0 is always rank 0's.
 
     Args:
-        pieces: (number, bytes) of each piece of work, in order.
-        ranks: Number of ranks that share them.
+        pieces: (number, bytes) of each batch, in order.
+        ranks: Number of ranks that share the batches.
 
     Examples:
         >>> deal([(0, 5), (1, 1), (2, 1), (3, 3)], 2)
@@ -280,7 +286,10 @@ def deal(pieces: Sequence[tuple[int, int]], ranks: int) -> list[list[list[int]]]
 
 @contextmanager
 def _own_error() -> Iterator[None]:
-    """Replace a RemoteError of the block by its cause, which says more: one process plays all ranks of a save."""
+    """Return a context that replaces a RemoteError by its cause.
+
+    One process plays all ranks of a save here, so that the cause is its own error, and says more.
+    """
     try:
         yield
     except RemoteError as error:

@@ -1,4 +1,7 @@
-"""The core: leaves, geometry, tree maps, layouts, plans and encodings, which describe and have no effect."""
+"""The core: leaves, geometry, tree maps, layouts, plans and encodings.
+
+Its functions only describe and compute: they open no files and have no other side effects.
+"""
 
 from . import limits as limits
 

@@ -109,10 +109,11 @@ def face(
     """Return the `__getattr__` and `__dir__` of a face: a public module whose names are defined in inner packages.
 
     Args:
-        name: Full name of the face.
-        names: Public names.
-        room: Package that defines them, relative to the face.
-        elsewhere: Names that other packages define, in the form of `names` in `later`.
+        name: Full name of the public module.
+        names: Public names of this module.
+        room: Package that defines the names not in `elsewhere`, relative to the public module.
+        elsewhere: Dict from another package, relative to the public module, to the names that it defines, separated by
+            spaces.
     """
     # With a `__path__` the face counts as a package, so that old imports of modules below it still work.
     vars(sys.modules[name]).setdefault("__path__", [])

@@ -68,7 +68,7 @@ def check_listed(checkpoint: Checkpoint, name: str) -> None:
 
 
 def _checked_names(_: Checkpoint) -> set[str]:
-    """Return the set that collects the names of checked files, empty at first."""
+    """Return a new set for the names of checked files; `Checkpoint.once` keeps it for the open checkpoint."""
     return set()
 
 

@@ -82,9 +82,9 @@ def with_holes(tree: Any, paths: Sequence[TreePath], what: str) -> Any:
         try:
             tree = _put(tree, path)
         except (LookupError, TypeError) as error:
-            cause = f"no empty dict at {render_path(path)}"[:200]
+            cause = f"no placeholder (an empty dict) for a shard at {render_path(path)}"[:200]
             raise CorruptCheckpoint(
-                error_text(f"{what}: its record of shards does not match the values", found=cause, fix=_FIX)
+                error_text(f"{what}: its list of shard paths does not match its values", found=cause, fix=_FIX)
             ) from error
     return tree
 
@@ -141,9 +141,9 @@ def decode_holes(data: bytes, what: str) -> list[TreePath]:
     Raises:
         CorruptCheckpoint: The bytes aren't a list of paths.
     """
-    paths = read_pickle(data, {}, what=f"{what}: its record of shards")
+    paths = read_pickle(data, {}, what=f"{what}: its list of shard paths")
     if type(paths) is not list or any(type(path) is not tuple or len(path) > 200 for path in paths):
-        raise CorruptCheckpoint(error_text(f"{what}: its record of shards is not a list of paths", fix=_FIX))
+        raise CorruptCheckpoint(error_text(f"{what}: its list of shard paths is malformed", fix=_FIX))
     return paths
 
 

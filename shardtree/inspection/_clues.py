@@ -134,7 +134,7 @@ def clue(names: Iterable[str]) -> Clue | None:
 
 
 def others_clue(names: Iterable[str]) -> Clue | None:
-    """Return the clue for a folder that is a checkpoint of Orbax or TensorFlow as a whole; None for other folders.
+    """Return the likely kind of an Orbax or TensorFlow checkpoint's folder, and what to do with it; None for others.
 
     Examples:
         >>> others_clue(["d", "manifest.ocdbt"])[0], others_clue(["losses.npy"])

@@ -168,7 +168,13 @@ def _part_difference(
 
 
 def _ulps(left: Any, right: Any, nan: Any) -> int | None:
-    """Return the largest distance in ulps of pairs of floating-point numbers, given as bits; None if all are `nan`."""
+    """Return the largest distance in ulps of pairs of floating-point numbers; None if each pair has a NaN.
+
+    Args:
+        left: Bits of each pair's left number, as unsigned integers, (pairs, 1).
+        right: Bits of each pair's right number.
+        nan: Mask of the pairs with a NaN, which are left out, bool (pairs,).
+    """
     top = np.uint64(1 << 8 * left.itemsize - 1)
     bits = [words[~nan, 0].astype(np.uint64) for words in (left, right)]
     low, high = np.minimum(*(each & ~top for each in bits)), np.maximum(*(each & ~top for each in bits))

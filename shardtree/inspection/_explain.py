@@ -197,6 +197,12 @@ def _targets_through(
 ) -> Sequence[Any]:
     """Return the targets of all ranks, changed by one transform for all ranks, or by a transform for each rank.
 
+    Args:
+        trees: Targets, by rank.
+        transforms: The transform, or a sequence with one for each rank.
+        cast: Whether dtypes would be converted.
+        plain: Patterns of keys of values that need no scales, as in `load`.
+
     Raises:
         MetadataError: There aren't as many transforms as targets.
     """

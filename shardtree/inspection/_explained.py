@@ -90,7 +90,7 @@ class Undecided:
 
     @property
     def what(self) -> str:
-        """The open question."""
+        """The question that only values can decide."""
         return self.why
 
 
@@ -101,10 +101,10 @@ class Explanation:
     Attributes:
         missing: Stored keys that no rank requests, sorted; a problem only in some strict modes.
         problems: Reasons why the target can't be loaded, each once: keys that aren't stored, other global shapes or
-            dtypes, incomplete or unreadable tensors, arrays of objects in another shape for which `LoadOptions` has no
-            object rule, failing checks.
+            dtypes, incomplete or unreadable tensors, failing checks of the load, and arrays of objects that are stored
+            in another shape and have no object rule in `LoadOptions`.
         reads: Predicted reads of each rank, by rank.
-        undecided: Failures that may occur when values are read.
+        undecided: Failures that depend on stored values, so that metadata can't predict them.
         omitted: Requested keys that aren't stored, if the strict mode leaves them out of the result instead of raising.
         left_out: Paths of stored plain values and containers that a load leaves out of the result.
         unfilled: Paths of the targets' plain tensors that aren't in the result, since nothing is stored for them.
@@ -160,7 +160,7 @@ class Explanation:
 
     @property
     def reshaped(self) -> tuple[ShapeChange, ...]:
-        """Arrays of objects that are stored in another shape, and for which `LoadOptions` has no object rule."""
+        """Arrays of objects that are stored in another shape, and have no object rule in `LoadOptions`."""
         return tuple(problem for problem in self.problems if isinstance(problem, ShapeChange))
 
     @property

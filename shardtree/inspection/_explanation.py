@@ -91,7 +91,10 @@ class _Load:
         return sum((cost() for cost in costs if cost is not None), plans.ReadCost())
 
     def fitting(self, shards: Shards, problems: Iterable[plans.Misfit]) -> Shards:
-        """Return the shards that would be read: stored ones without problems. Gaps don't exclude a shard."""
+        """Return the shards that would be read: those of stored tensors without problems.
+
+        A gap (elements that aren't stored) doesn't exclude a shard, since its stored elements would be read.
+        """
         wrong = {problem.key for problem in problems if not isinstance(problem, plans.Gap)}
         return [shard for shard in shards if shard.key in self.kinds and shard.key not in wrong]
 
@@ -99,8 +102,11 @@ class _Load:
 def explanation(checkpoint: Checkpoint, request: LoadRequest, trees: Sequence[Any]) -> Explanation:
     """Return the outcome of a load of these targets: the checks of every rank run in this process, one after the other.
 
-    Each target is requested from `trees` several times and not kept: a sequence that makes targets on request takes the
-    memory of one.
+    Args:
+        checkpoint: The open checkpoint.
+        request: Load request, without any rank's target.
+        trees: Targets, by rank. Each is looked up several times, and not kept: a sequence that makes a target at each
+            lookup needs memory for one at a time.
     """
     ranks, findings = range(len(trees)), Findings()
     load = _prepare(checkpoint, request, trees, findings)
@@ -196,7 +202,7 @@ def check_alike(
 
 
 def _check(load: _Load, findings: Findings, rank: int) -> None:
-    """Run the checks of a load on a rank's target, and predict the rank's reads if it reads by itself.
+    """Run the checks of a load on a rank's target, and predict the rank's reads unless ranks read for each other.
 
     The checks are those that a load makes before it reads, in the same order. Failures are recorded in `findings`; a
     check that fails leaves the target as it was for the next check.

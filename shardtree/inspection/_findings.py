@@ -22,8 +22,8 @@ class Findings:
         unexpected: Requested keys that aren't stored, by key, if the strict mode looks for them before the load.
         omissions: Stored values that the result lacks, and tensors of the target that aren't filled.
         uncompared: Keys of optimizer states that aren't compared with the weights.
-        undecided: Failures that may occur when values are read.
-        reads: Reads of each rank that has a target.
+        undecided: Failures that depend on stored values, so that metadata can't predict them.
+        reads: Predicted reads of each rank whose target could be flattened.
     """
 
     failures: dict[tuple[type[Exception], str], set[int]] = field(default_factory=dict)

@@ -85,7 +85,7 @@ def fingerprint(tree: Any | Directory, *, world: Any = None, strategies: Strateg
 
 
 def in_usual_threads(pieces: Iterable[Any]) -> Sequence[int]:
-    """Return each piece's contribution to its tensor's fingerprint, computed by several threads."""
+    """Return each piece's contribution to its tensor's fingerprint, computed by the default number of threads."""
     return in_threads(piece_total, pieces)
 
 

@@ -71,12 +71,15 @@ _MOST_LOOKS = 3  # per folder: a run's steps are alike, and a step of Orbax's ha
 
 
 def _others_below(storage: Storage, folders: Iterable[str], depth: int = 2) -> tuple[str, tuple[str, str]] | None:
-    """Return the name and clue of the first subfolder that looks like another program's checkpoint; None without one.
+    """Return the first subfolder that looks like another program's checkpoint; None if there is none.
 
     Args:
         storage: The folder.
         folders: Names of its subfolders.
         depth: Number of levels of subfolders to look into.
+
+    Returns:
+        ``(path, (kind, remedy))``: the subfolder's path in the folder, its likely kind, and what to do with it.
     """
     with suppress(CheckpointingException):
         for name in islice(folders, _MOST_LOOKS):
@@ -156,7 +159,7 @@ def _of_several(storage: Storage, what: str, inside: list[tuple[str, Fields]]) -
         for name, fields in inside
     ]
     if any(step_prefix(name.partition("/")[0]) is not None for name, _ in inside):
-        what, fix = f"{what}, but a run; its newest finished step is below", "Pass that step, or an older one."
+        what, fix = f"{what}, but a run, whose newest finished step is:", "Pass that step, or an older one."
         return NotACheckpoint(error_text(what, offenders=lines, fix=fix))
     return NotACheckpoint(error_text(f"{what}, but holds several", offenders=lines, fix="Pass one of them."))
 

@@ -203,7 +203,8 @@ def open_checkpoint(
         checkpoint_dir: Path, URL or storage of the checkpoint.
         strategies: Dispatch table; None for the process's.
         options: Options for reading elements, objects and the common state.
-        parameter_names: The same as `LoadOptions.parameter_names`, as a keyword for convenience.
+        parameter_names: Names of an optimizer's parameters, in its order, for checkpoints that don't name them; takes
+            the place of `LoadOptions.parameter_names`.
         transform: Trace whose outputs are in the mapping instead of the stored tensors, lazily computed from them.
 
     Raises:
@@ -320,16 +321,19 @@ class StoredBoxes:
 
 
 def unproven_of(metadata: object) -> Mapping[str, str]:
-    """Return the reasons why tensors may be larger than their shapes in a checkpoint's metadata, by key."""
+    """Return the reasons why tensors may be larger than a checkpoint's metadata says, by key.
+
+    In formats that store no shapes, a tensor seems smaller if a rank's file is missing.
+    """
     return metadata.unproven if isinstance(metadata, IndexMetadata) else {}
 
 
 def refuse_unproven(doing: str, metadata: object, keys: Collection[str]) -> None:
-    """Raise if a tensor that is read whole, without a target, may be larger than its files say.
+    """Raise if a tensor that is read whole, without a target, may be larger than the existing files show.
 
     Args:
         doing: Name of the action, for the message.
-        metadata: A checkpoint's metadata.
+        metadata: A checkpoint's metadata; nothing is raised unless it is an `IndexMetadata`.
         keys: Keys of the tensors that are read.
 
     Raises:
@@ -340,7 +344,5 @@ def refuse_unproven(doing: str, metadata: object, keys: Collection[str]) -> None
         why = "; ".join(dict.fromkeys(reasons[key] for key in wrong))
         fix = f"In this format {why}. Pass the saved shapes with LoadOptions(shapes=...), or load into a target."
         raise ShapeError(
-            error_text(
-                f"{doing}: tensors that may be larger than their stored parts show", offenders=map(repr, wrong), fix=fix
-            )
+            error_text(f"{doing}: these tensors may be larger than the files show", offenders=map(repr, wrong), fix=fix)
         )

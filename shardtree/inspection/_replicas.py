@@ -1,4 +1,4 @@
-"""check_replicas: whether all holders of a part of a tensor hold the same elements, and how the others differ."""
+"""check_replicas: the comparison of a tensor's replicas on all ranks, or of the copies in a checkpoint."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class ReplicaDifference:
         than: Ranks or files that hold the main replica or a copy equal to it. In a checkpoint, the first copy counts as
             the main replica.
         box: Part of the tensor, as a text.
-        values: Difference of the elements, with the main replica's on the left; `first` is an index in the tensor. None
-            if dtypes or shapes differ, or one side has no elements.
+        values: Difference of the elements, with the main replica's on the left; its `first` is an index in the whole
+            tensor. None if dtypes or shapes differ, or one side has no elements.
     """
 
     where: ClassVar[str] = ""  # empty, since `what` names the box
@@ -59,7 +59,7 @@ class ReplicaDifference:
 
     @property
     def what(self) -> str:
-        """The ranks that hold other elements, and the difference."""
+        """The ranks or files whose copies differ from the main replica, and the difference, as a text."""
         what, values = _unlike(self.holders, self.than), self.values
         if values is None:
             return f"{what}: no elements, or another dtype or shape"
@@ -208,18 +208,18 @@ def _unless(failures: Sequence[Exception], values: T) -> T:
 def _pair_differences(
     world: World, columns: ShardColumns, own: Mapping[int, ShardedTensor], pairs: Sequence[Pair]
 ) -> tuple[dict[int, ValueDifference], list[Exception]]:
-    """Compare differing replicas element by element: each pair's main replica is sent to the other one; collective.
+    """Compare differing replicas element by element; collective.
 
     Args:
         world: World of the ranks that take part.
         columns: Shards of all ranks.
         own: This rank's shards, by row of `columns`.
-        pairs: Pairs of groups of rows: replicas equal to the main replica, and replicas equal to each other. The first
-            row of each group is compared.
+        pairs: Pairs ``(main, others)``: rows of replicas that equal the main replica, and rows of replicas that equal
+            each other but differ from it. The first replica in `main` is sent to the rank of the first one in `others`,
+            and compared there.
 
     Returns:
-        ``(differences, failures)``: the difference of each pair whose second replica this rank holds, by the pair's
-        index in `pairs`, and this rank's errors.
+        ``(differences, failures)``: the differences that this rank found, by index in `pairs`, and its errors.
     """
     differences: dict[int, ValueDifference] = {}
     failures: list[Exception] = []

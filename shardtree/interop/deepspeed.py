@@ -194,8 +194,8 @@ def _fields(
     optimizer = common.get("optimizer", {}) if isinstance(common, Mapping) else None
     if not isinstance(optimizer, Mapping) or optimizer.keys() - {"param_groups"}:
         found = "no dict" if optimizer is None else f"'optimizer' with {', '.join(map(repr, optimizer))}"
-        fix = "Pass the values to write as common=."
-        expected = "a dict, with 'param_groups' alone in 'optimizer'"
+        fix = "Pass common=, a dict with the values to write."
+        expected = "a dict whose 'optimizer', if any, is a dict with only 'param_groups'"
         heading = "save_universal: unusable common state"
         raise UnsupportedValue(error_text(heading, found=found, expected=expected, fix=fix))
     groups = [dict(group) for group in optimizer.get("param_groups", ())]

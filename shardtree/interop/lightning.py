@@ -1,7 +1,7 @@
 """Lightning's checkpoints by shardtree: strategies for sharded models, and a `CheckpointIO` for whole models.
 
-Unlike most modules of this package, this one imports its library at once, since its classes derive from the library's.
-The package doesn't import it.
+Unlike most modules of this package, this one imports its library, Lightning, at once: its classes derive from
+Lightning's. The rest of the package doesn't import this module.
 """
 
 from __future__ import annotations
@@ -263,7 +263,7 @@ def _reading(options: LoadOptions | None, weights_only: bool | None) -> LoadOpti
 
 
 def _weights_only(options: LoadOptions | None, weights_only: bool | None) -> bool:
-    """Return the `weights_only` for a load of Lightning's own files: the caller's, or else not `allow_pickle`.
+    """Return the `weights_only` for a load of Lightning's own files: the caller's, or the opposite of `allow_pickle`.
 
     It is never None, since Lightning would then unpickle any file from a URL.
     """
@@ -284,8 +284,8 @@ def _as_shards(name: str, value: Any) -> Any:
 def _shards_of(states: Mapping[str, Any]) -> Any:
     """Return state dicts with this rank's shards in place of their tensors.
 
-    A plain tensor, such as a buffer or a parameter that no mesh shards, counts as a replica on every rank. If ranks
-    differ, as in running statistics, the tensor of rank 0 is stored, as by torch.distributed.checkpoint.
+    A plain tensor, such as a buffer or a parameter that isn't cut, counts as a replica on every rank. If its values
+    differ between ranks, as running statistics do, those of rank 0 are stored, as by torch.distributed.checkpoint.
     """
     rank = current_world().rank
     pairs, rebuild = flatten_with_paths(from_dtensors(states, strided="fsdp2"))
@@ -320,7 +320,11 @@ def _module_in(objects: Mapping[str, Any]) -> str:
 
 
 def _states_of(objects: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state dicts of the one module and of the optimizers in a dict of objects, by the objects' names."""
+    """Return the state dicts of a module and its optimizers, by their names in `objects`.
+
+    Raises:
+        TreeError: `objects` doesn't contain exactly one module.
+    """
     module = objects[_module_in(objects)]
     states = dict[str, Any]()
     for name, value in objects.items():

@@ -40,12 +40,12 @@ Convert = Callable[[Any], Any]
 def build_from_theirs(theirs: Any, convert: Convert) -> FactoryBuildFn:
     """Return the build function for our version of a Megatron-Core factory.
 
-    The function builds with their factory and converts the result. If theirs wraps one of our build functions, that
-    function itself is returned.
+    The function builds with Megatron-Core's factory and converts the result. If `theirs` was itself made from one of
+    our factories, the original build function is returned.
 
     Args:
         theirs: Factory of Megatron-Core.
-        convert: Conversion of the tree that it builds to our leaves.
+        convert: Function that replaces Megatron-Core's leaves in a tree by ours.
     """
     function: Any = theirs.build_fn
     if isinstance(function, _BuildOurs):
@@ -64,12 +64,12 @@ def merge_from_theirs(theirs: Any) -> FactoryMergeFn:
 def build_from_ours(ours: ShardedTensorFactory, convert: Convert) -> Callable[..., Any]:
     """Return the build function for Megatron-Core's version of our factory.
 
-    The function builds with our factory and converts the result. If ours wraps one of their build functions, that
-    function itself is returned.
+    The function builds with our factory and converts the result. If `ours` was itself made from one of Megatron-Core's
+    factories, the original build function is returned.
 
     Args:
         ours: Factory of shardtree.
-        convert: Conversion of the tree that it builds to Megatron-Core's leaves.
+        convert: Function that replaces our leaves in a tree by Megatron-Core's.
     """
     function: Any = ours.build_fn
     return function.empty.build_fn if isinstance(function, _BuildTheirs) else _BuildOurs(function, convert)
@@ -83,11 +83,11 @@ def merge_from_ours(ours: ShardedTensorFactory) -> Callable[..., Any]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _BuildTheirs:
-    """Build function of our factory that builds with a Megatron-Core factory.
+    """Build function for our version of a Megatron-Core factory: it builds with that factory and converts the result.
 
     Attributes:
         empty: The Megatron-Core factory without its tensor.
-        convert: Conversion of the tree that it builds to our leaves.
+        convert: Function that replaces Megatron-Core's leaves in a tree by ours.
     """
 
     empty: Any
@@ -98,8 +98,9 @@ class _BuildTheirs:
         theirs = copy(self.empty)
         theirs.key, theirs.data, theirs.replica_id = key, data, replica_id
         if flattened_range is not None and not hasattr(self.empty, "flattened_range"):
-            fix = "Build from the whole tensor."
-            raise UnsupportedValue(error_text(f"build {key!r}: this Megatron-Core cannot build flat ranges", fix=fix))
+            heading = f"the factory of {key!r}: the installed Megatron-Core cannot build a flat range"
+            fix = "Give the factory the whole tensor as data, and no flattened_range."
+            raise UnsupportedValue(error_text(heading, found=f"flattened_range={flattened_range}", fix=fix))
         if hasattr(self.empty, "flattened_range"):
             theirs.flattened_range = flattened_range
         return self.convert(theirs.build())
@@ -107,7 +108,7 @@ class _BuildTheirs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _MergeTheirs:
-    """Merge function of our factory that calls Megatron-Core's merge function."""
+    """Merge function for our version of a Megatron-Core factory: it calls Megatron-Core's merge function."""
 
     merge_fn: FactoryMergeFn
 
@@ -118,11 +119,11 @@ class _MergeTheirs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _BuildOurs:
-    """Build function of a Megatron-Core factory that calls our build function.
+    """Build function for Megatron-Core's version of our factory: it builds with our function and converts the result.
 
     Attributes:
-        build_fn: Our build function.
-        convert: Conversion of the tree that it builds to Megatron-Core's leaves.
+        build_fn: Build function of our factory.
+        convert: Function that replaces our leaves in a tree by Megatron-Core's.
     """
 
     build_fn: FactoryBuildFn
@@ -135,7 +136,10 @@ class _BuildOurs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _MergeOurs:
-    """Merge function of a Megatron-Core factory that merges with our factory, including nested factories."""
+    """Merge function for Megatron-Core's version of our factory: it calls the merge function of our factory.
+
+    The factories nested in ours are merged first.
+    """
 
     ours: ShardedTensorFactory
 
@@ -303,7 +307,7 @@ def _make_theirs(cls: type, ours: Any, convert: Any) -> Any:
     Args:
         cls: Class of the Megatron-Core leaf.
         ours: Our leaf.
-        convert: Conversion of the trees that a factory builds.
+        convert: Function that replaces our leaves in a tree by Megatron-Core's.
 
     Raises:
         UnsupportedValue: Our leaf has a value other than the default in a field that the class lacks.
@@ -317,8 +321,6 @@ def _make_theirs(cls: type, ours: Any, convert: Any) -> Any:
     names = {field.name for field in fields(cls)}
     for field in fields(ours):
         if field.name not in names and (field.default is MISSING or values[field.name] != field.default):
-            heading = f"{cls.__module__}.{cls.__name__} has no field {field.name!r}"
-            raise UnsupportedValue(
-                error_text(heading, found=values[field.name], expected="the default value, which may be left out")
-            )
+            heading = f"{cls.__module__}.{cls.__name__} cannot hold the value of {field.name!r}, a field that it lacks"
+            raise UnsupportedValue(error_text(heading, found=values[field.name], expected="the field's default value"))
     return cls(**{name: value for name, value in values.items() if name in names})

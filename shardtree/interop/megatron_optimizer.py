@@ -39,7 +39,7 @@ _GROUP_NAMES_SINCE_019 = (*_GROUP_NAMES, "max_lr", "min_lr", "start_wd", "end_wd
 """Fields by which Megatron-Core identifies a group from 0.19 on; a missing field counts as None."""
 
 _Optimizers = Mapping[int | None, Mapping[str, Any]]
-"""Common state of each optimizer, by number; the number is None if one optimizer has everything."""
+"""Common state of each optimizer, by number; the number is None if one optimizer has all parameters."""
 
 
 def model_space(checkpoint: OpenCheckpoint, *, expert_parallel: bool | None = None) -> dict[str, Any]:
@@ -49,10 +49,10 @@ def model_space(checkpoint: OpenCheckpoint, *, expert_parallel: bool | None = No
     checkpoint only with the same model parallelism. Objects that each model-parallel rank has saved, such as
     `param_groups`, become common state, where Megatron-Core expects them in the result.
 
-    With expert parallelism, Megatron-Core has a separate optimizer for the experts, without it one optimizer for
-    everything, and it can't load either form as the other. Pass `expert_parallel` if the resuming run differs from the
-    saved one in this. A run of Megatron-Core 0.19 whose `min_lr` differs from the saved one ends in
-    ``KeyError: (None, 0.0001, ...)``, also with Megatron-Core's own checkpoints.
+    With expert parallelism, Megatron-Core has a separate optimizer for the experts. Without it, one optimizer has all
+    parameters. Megatron-Core can't load the state of two optimizers into one, or of one into two. So pass
+    `expert_parallel` if the resuming run differs from the saved one in this. A run of Megatron-Core 0.19 whose `min_lr`
+    differs from the saved one ends in ``KeyError: (None, 0.0001, ...)``, also with Megatron-Core's own checkpoints.
 
     Optimizers that aren't distributed, such as Muon beside a distributed Adam, stay as they are; their states lose the
     prefix `chained_0.`, which a `fully_reshardable` checkpoint doesn't have.
@@ -68,9 +68,9 @@ def model_space(checkpoint: OpenCheckpoint, *, expert_parallel: bool | None = No
     Raises:
         KeyMismatch: The checkpoint has no `dp_reshardable` optimizer.
         CorruptCheckpoint: Objects that must be equal on all model-parallel ranks differ.
-        UnsupportedValue: `expert_parallel` is False, but the experts have hyperparameters of their own, for which
-            Megatron-Core needs a second optimizer; or `expert_parallel` is given although there are other optimizers
-            beside the distributed one.
+        UnsupportedValue: `expert_parallel` is False, but one optimizer can't keep the hyperparameters of the experts
+            apart from those of other parameters; or `expert_parallel` is given, but the checkpoint also has optimizers
+            that aren't distributed.
 
     Examples:
         >>> import tempfile, torch, shardtree as st
@@ -147,12 +147,12 @@ def _without_number(key: str) -> str:
 def _arrange(
     parts: Mapping[tuple[int | None, str], Any], expert_parallel: bool | None, names: Sequence[str]
 ) -> _Optimizers:
-    """Return the common state of each optimizer in the result.
+    """Return the common state of each optimizer in the converted checkpoint.
 
     Args:
-        parts: Saved objects by optimizer number and name; the number is None if one optimizer has everything.
-        expert_parallel: True for a separate optimizer of the experts, False for one optimizer of everything, None for
-            the saved arrangement.
+        parts: Saved objects by optimizer number and name; the number is None if one optimizer has all parameters.
+        expert_parallel: True if the experts get a separate optimizer, False if one optimizer gets all parameters, None
+            if the optimizers stay as they were saved.
         names: Fields by which Megatron-Core identifies a parameter group.
     """
     optimizers: dict[int | None, dict[str, Any]] = {}
@@ -168,7 +168,7 @@ def _arrange(
 
 
 def _of_kind(optimizer: Mapping[str, Any], *, experts: bool) -> list[dict[str, Any]]:
-    """Return an optimizer's parameter groups with another `is_expert_parallel`, which is part of a group's identity."""
+    """Return copies of an optimizer's parameter groups, with the field `is_expert_parallel` set to `experts`."""
     return [{**group, "is_expert_parallel": experts} for group in optimizer["optimizer"]["param_groups"]]
 
 
@@ -191,8 +191,8 @@ def _join(optimizers: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict
         groups += [group for group in _of_kind(optimizer, experts=False) if group not in groups]
     identities = [tuple(group.get(name, group.get(f"pre_{name}")) for name in names) for group in groups]
     if len(set(identities)) < len(identities):
-        heading = "model_space: experts have hyperparameters of their own, which requires expert parallelism"
-        fix = "Resume with expert parallelism, or make the groups equal with a transform of the common state."
+        heading = "model_space: one optimizer cannot have different hyperparameters for experts and other parameters"
+        fix = "Leave expert_parallel out, and resume with expert parallelism, as the run was saved."
         raise UnsupportedValue(error_text(heading, found=groups, fix=fix))
     return _with_groups(optimizers[0], groups)
 
@@ -295,9 +295,10 @@ def _flat_shards(leaf: Any, prefix: str, data: torch.Tensor, begin: int, optimiz
 
 
 def _without_data_parallel(box: ShardedTensor, optimizer: Any) -> ReplicaId:
-    """Return a box's replica_id with the optimizer's instance in place of its last number, the data-parallel rank.
+    """Return a box's replica_id with its last number, the data-parallel rank, replaced.
 
-    Data-parallel ranks of one instance hold different ranges of a state, not replicas of it.
+    The new number is the index of the distributed optimizer's instance: the data-parallel ranks of one instance hold
+    different ranges of a state, not replicas of it.
     """
     instance = getattr(optimizer, "distributed_optimizer_instance_id", 0)
     return (*box.replica_id[:-1], instance) if isinstance(box.replica_id, tuple) else instance
@@ -320,8 +321,11 @@ def _boxes_in(leaf: Any) -> Iterator[tuple[ShardedTensor, int]]:
         places = box.data.reshape(-1)
         first = int(places[0]) if places.numel() else 0
         if not torch.equal(places, torch.arange(first, first + places.numel(), device="cpu")):
-            fix = "Save this optimizer with Megatron-Core, as fully_reshardable."
+            fix = (
+                "Save this optimizer with Megatron-Core, with 'distrib_optim_sharding_type': 'fully_reshardable' in "
+                "the metadata of sharded_state_dict."
+            )
             raise UnsupportedValue(
-                error_text(f"optimizer_shards: {leaf.key!r} has boxes that do not lie contiguously in it", fix=fix)
+                error_text(f"optimizer_shards: shards of {leaf.key!r} are not contiguous in the parameter", fix=fix)
             )
         yield replace(box, data=None, dtype=leaf.data.dtype), first

@@ -110,7 +110,9 @@ def _runs(length: int, groups: int, sizes: Sequence[int], held_blocks: int, stor
         expected = (
             f"{groups * sum(sizes)}: {groups} query groups of {' + '.join(map(str, sizes))} rows (query + key + value)"
         )
-        raise ShapeError(error_text("the axis is not as long as all heads together", found=length, expected=expected))
+        heading = "attention_qkv: the length of the axis is not the number of rows of all heads"
+        fix = "Correct heads=, head_size= and query_groups=, or axis=."
+        raise ShapeError(error_text(heading, found=length, expected=expected, fix=fix))
     block_groups = groups // held_blocks
     block, part, within = (index.reshape(-1) for index in np.indices((held_blocks, 3, block_groups), dtype=np.int64))
     group, rows = block * block_groups + within, np.array(sizes, dtype=np.int64)
@@ -134,15 +136,16 @@ def _fused_starts(group: Column, part: Column, rows: Column, each: int) -> Colum
     return each * block + group % each * rows[part]
 
 
-# Rotary embeddings rotate pairs of rows: neighbours, or a row of each half of a head.
+# Rotary embeddings rotate pairs of rows: two neighbours, or one row from each half of a head.
 
 
 def rotary_halves(*, head_size: int, rotary_size: int | None = None, axis: int = 0) -> Lens:
-    """Return the lens that reorders rotary rows from neighbouring pairs to pairs of one row in each half of a head.
+    """Return the lens that stores rotary pairs, neighbouring rows in the model, in the two halves of a head.
 
-    Rotary embeddings rotate rows in pairs: neighbouring rows in Meta's Llama, rows of a head's two halves in Hugging
-    Face's Llama. The lens is for queries and keys, not for values: after `attention_qkv`, apply it with `by_pattern` to
-    the queries' and keys' tensors only.
+    Rotary embeddings rotate rows in pairs. In the model, as in Meta's Llama, a pair is two neighbouring rows. In the
+    stored tensor, as in Hugging Face's Llama, a row in the first half of a head is paired with the row at the same
+    index in the second half. The lens is for queries and keys, not for values: after `attention_qkv`, apply it with
+    `by_pattern` to the queries' and keys' tensors only.
 
     Args:
         head_size: Number of rows of one head; the number of heads follows from the axis.
@@ -167,7 +170,7 @@ def rotary_halves(*, head_size: int, rotary_size: int | None = None, axis: int =
 
 
 def rotary_pairs(*, head_size: int, rotary_size: int | None = None, axis: int = 0) -> Lens:
-    """Return the inverse of `rotary_halves`: it reorders pairs of one row in each half to neighbouring pairs.
+    """Return the inverse of `rotary_halves`: it stores pairs from a head's two halves as neighbouring rows.
 
     The arguments and errors are those of `rotary_halves`.
 
@@ -200,9 +203,9 @@ def _rotary(doing: str, table: tuple[int, int], head_size: int, rotary_size: int
 
     def runs(length: int) -> AxisRuns:
         if length % size:
-            raise ShapeError(
-                error_text("the axis has an incomplete head", found=length, expected=f"a multiple of head_size={size}")
-            )
+            heading = f"{doing}: the length of axis {axis} is not a multiple of head_size"
+            expected, fix = f"a multiple of head_size={size}", "Correct head_size= or axis=."
+            raise ShapeError(error_text(heading, found=length, expected=expected, fix=fix))
         start = (np.arange(0, length, size)[:, None] + head).reshape(-1)
         return AxisRuns(np.ones_like(start), np.zeros_like(start), start, (length,))
 

@@ -129,8 +129,9 @@ def grouped_runs(total: int, groups: int, sizes: Sequence[int]) -> AxisRuns:
         integers(doing, "sizes", sizes),
     )
     if count < 0 or count * sum(group_sizes) != whole:
-        found, expected = f"{count} groups of {sum(group_sizes)} indices", f"groups of {whole} indices together"
-        raise ShapeError(error_text("the groups do not add up to the axis", found=found, expected=expected))
+        heading, fix = "grouped_runs: groups times the sum of sizes is not total", "Correct total=, groups= or sizes=."
+        found, expected = f"{count} groups of {sum(group_sizes)} indices", f"{whole} indices in total"
+        raise ShapeError(error_text(heading, found=found, expected=expected, fix=fix))
     length = np.tile(np.array(group_sizes, dtype=np.int64), count)
     part = np.tile(np.arange(len(group_sizes)), count)
     start = length * np.repeat(np.arange(count), len(group_sizes))

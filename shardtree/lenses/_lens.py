@@ -183,9 +183,10 @@ def reshaped(tensor: Any, shape: Shape) -> Any:
 
 
 def flat_axes(tensor: Any, at: int, count: int) -> Any:
-    """Return a tensor whose `count` axes from `at` on are merged into one, row-major.
+    """Return a tensor with `count` axes, from axis `at` on, merged into one in row-major order.
 
-    If a lazy tensor's axes can't be merged, say after a transposition, its rows are concatenated.
+    Some axes of a lazy tensor can't be merged, for example after a transposition. The result is then concatenated from
+    the tensor's slices along axis `at`.
     """
     shape = tuple(tensor.shape)
     flat = with_values(shape, at, (prod(shape[at : at + count]),), count)
@@ -197,7 +198,7 @@ def flat_axes(tensor: Any, at: int, count: int) -> Any:
 
 
 def no_elements(shard: ShardedTensor, shape: Shape) -> torch.Tensor:
-    """Return a tensor without elements, of the shard's dtype and device."""
+    """Return a tensor of a shape without elements, with the shard's dtype and device."""
     return empty_data(shape, shard.dtype, device_of(shard.data))
 
 

@@ -42,7 +42,16 @@ def replaced_part(doing: str, key: str, part: str, name: str) -> str:
 
 
 def check_names(doing: str, part: str | None, names: Sequence[str] | None, count: int) -> None:
-    """Raise TreeError unless `part` and `count` different `names` are given, or both are None.
+    """Raise an error if a lens can't name its stored tensors with the arguments `part` and `names`.
+
+    Args:
+        doing: Name of the lens in errors.
+        part: Part of the key that the names replace; None if `names` is None.
+        names: Names of the stored tensors, all different; None if one tensor is stored under the same key.
+        count: Required number of names.
+
+    Raises:
+        TreeError: Only one of `part` and `names` is None, a text is empty, or `names` isn't `count` different strings.
 
     Examples:
         >>> check_names("gate_and_up", "fc1", ("gate_proj", "up_proj"), 2)
@@ -121,12 +130,14 @@ def _the_part(parts: Sequence[Any]) -> Any:
 
 
 def by_pattern(lenses: Mapping[str, Lens | None]) -> Lens:
-    """Return the lens that applies one of several lenses, chosen by the key, say for the parts of `attention_qkv`.
+    """Return the lens that applies one of several lenses: the first whose pattern matches the tensor's key.
+
+    After `attention_qkv`, for example, queries, keys and values may get different lenses.
 
     Args:
-        lenses: Lens of each pattern of keys, or None for tensors that stay unchanged. ``*`` matches one part between
-            dots of a key, ``**`` any number of parts. A pattern may match the key or the rest of the key after some
-            dot, so an optimizer's state gets the lens of its parameter. The first matching pattern counts.
+        lenses: Lens for each pattern of keys; None for tensors that stay unchanged. ``*`` matches one part between dots
+            of a key, ``**`` any number of parts. A pattern may leave out the first parts of a key, so an optimizer's
+            state gets the lens of its parameter.
 
     Raises:
         MetadataError: There are no patterns, or a value isn't a lens.

@@ -85,15 +85,16 @@ def _without_number(key: str, part: str, expression: re.Pattern[str]) -> tuple[s
 def unstacked_layers(part: str) -> Lens:
     """Return the lens that splits a tensor of stacked layers into one stored tensor for each layer, each with a key.
 
-    Stored boxes are always views. A rank's box may hold several layers along an ordinary first axis, but only one along
-    a prepended axis.
+    Stored boxes are always views. If the layers are the first axis of the rank's own tensor, its box may hold several
+    of them. If they are a prepended axis, which only the global shape has, the box holds one layer.
 
     Args:
-        part: Part of the key that the layer's number follows: ``"layers"`` in ``layers.norm.weight``.
+        part: Part of the key after which the layer's number is inserted: ``"layers"`` makes ``layers.3.norm.weight``
+            from ``layers.norm.weight``.
 
     Raises:
         TreeError: The key doesn't have the part.
-        ShapeError: The tensor is a scalar.
+        ShapeError: The tensor is a scalar, or has layers beyond its global shape.
 
     Examples:
         >>> held = ShardedTensor.from_rank_offsets("layers.bias", torch.zeros(2, 3), (0, 1, 2))
@@ -110,17 +111,19 @@ def unstacked(doing: str, shard: ShardedTensor, part: str, place: int) -> Stored
     Args:
         doing: Name of the lens in errors.
         shard: Box of the stacked layers.
-        part: Part of the key that the layer's number follows.
+        part: Part of the key after which the layer's number is inserted.
         place: Axis of the layers in the global tensor, counting prepended axes.
     """
     check_box(doing, shard)
     if not shard.global_shape:
-        refuse(doing, f"shape of {shard.key!r}", (), "a first axis", "Leave scalars out.", error=ShapeError)
+        refuse(f"{doing}: {shard.key!r}", "global_shape", (), "a first axis", "Leave scalars out.", error=ShapeError)
     begin, is_prepended = shard.global_offset[place], place < shard.prepend_axis_num
     count = 1 if is_prepended else shard.local_shape[0]
-    if shard.allow_shape_mismatch:
-        # Layers beyond the global shape have no key to be stored under.
-        count = max(0, min(count, shard.global_shape[place] - begin))
+    if begin + count > shard.global_shape[place]:
+        heading = f"{doing}: {shard.key!r} has layers beyond its global shape"
+        found, expected = f"layers {begin} to {begin + count - 1}", f"{shard.global_shape[place]} layers in all"
+        fix = "If they are padding, leave them out with `padded_axis`: compose(padded_axis(...), this lens)."
+        raise ShapeError(error_text(heading, found=found, expected=expected, fix=fix))
     shards = [
         layer_at(shard, place, number, replaced_part(doing, shard.key, part, f"{part}.{begin + number}"))
         for number in range(count)
@@ -189,7 +192,7 @@ def expert_keys(part: str, *, experts: int, axis: int = 0) -> Lens:
     Stored boxes are always views. If the tensor's first axis already counts experts, use `unstacked_layers` instead.
 
     Args:
-        part: Part of the key that the expert's number follows: ``"experts"`` in ``mlp.experts.fc1.weight``.
+        part: Part of the key after which the expert's number is inserted: ``"experts"`` in ``mlp.experts.fc1.weight``.
         experts: Number of experts on all ranks together; they have equal parts of the axis.
         axis: Axis along which they are concatenated.
 

@@ -91,9 +91,9 @@ def stored_by(
         doing: Name of the lens in errors.
         shard: Box of the model's tensor.
         front: Number of leading axes that the function doesn't get.
-        part: Part of the key that the names replace, if any.
+        part: Part of the key that the name of each stored tensor replaces; None to keep the key.
         drop: Whether the function may leave out elements.
-        keep_views: Whether boxes that are views of the data stay separate if their join would have to be copied.
+        keep_views: Whether two stored boxes stay separate if each is a view of the data, but both together are not.
     """
     axes = len(shard.global_shape) - front
     shape = (*(1,) * (axes - len(shard.local_shape)), *shard.local_shape)
@@ -162,8 +162,8 @@ def _plan(
 
     Returns:
         ``(sources, local, copies, view)``: the stored tensors by name; the trace from the stored boxes to this box; a
-        trace from this box to each stored box; and this box as a view of its only stored box, or None if there are
-        several or no strides reach all elements.
+        trace from this box to each stored box; and this box as a strided view of its stored box. The view is None if
+        there are several stored boxes, or if the elements have no regular strides.
     """
     back = _back(function, doing, drop, Kind(whole, dtype))
     # Stored boxes hold elements of this box alone, so that all ranks together store each element once.
@@ -194,12 +194,13 @@ def _box_data(data: Any, box: Box, view: View | None, copy: Local) -> Any:
 
 
 def _alias(tensor: Any, shape: Shape, view: View | None) -> torch.Tensor | None:
-    """Return a strided alias of a tensor, with the offset and strides of `view`; None if there is none.
+    """Return a strided alias of a tensor: the elements that a view selects, without a copy. None if no alias exists.
 
     Args:
-        tensor: Tensor with any strides; lazy tensors have no alias.
+        tensor: Tensor with any strides. A lazy tensor has no alias.
         shape: Shape of the alias.
-        view: View of a row-major tensor of the same shape as `tensor`.
+        view: Offset and strides of the alias as they would be if `tensor` were row-major; the function converts them to
+            its actual strides. None: no alias.
     """
     if view is None or not isinstance(tensor, torch.Tensor):
         return None
@@ -241,7 +242,7 @@ def through_trace(tree: Any, found: Trace, *, cast: bool = False, plain: Sequenc
         tree: Target of a load, made of shards, or of whole plain tensors whose keys are their paths.
         found: Trace from the stored tensors to the target's tensors, by key.
         cast: Whether the target may have other dtypes than the trace's outputs.
-        plain: Patterns of keys of values that need no scales, as for `load`.
+        plain: Key patterns of values that may be cast without their scales, as for `load`.
 
     Raises:
         ShapeError: During the load: an output of the trace has another shape or dtype than the target, or quantised
@@ -274,12 +275,12 @@ def through_trace(tree: Any, found: Trace, *, cast: bool = False, plain: Sequenc
 def _made_form(whole: Trace, cast: bool, plain: Sequence[str], shard: ShardedTensor) -> StoredForm:
     """Return the stored form of a target's box: the boxes of stored tensors from which a trace computes it.
 
-    If the trace only moves elements, stored boxes are read into the target's own memory where they lie contiguously.
+    If the trace only moves elements, a stored box that is contiguous in the target's memory is read directly into it.
 
     Args:
         whole: Trace from the stored tensors to the target's tensors.
         cast: Whether the target may have another dtype than the trace's output.
-        plain: Patterns of keys of values that need no scales.
+        plain: Key patterns of values that may be cast without their scales.
         shard: Box of the target.
     """
     doing = "transform"
@@ -317,7 +318,16 @@ def _made_form(whole: Trace, cast: bool, plain: Sequence[str], shard: ShardedTen
 
 
 def _refuse_without_scales(doing: str, trace: Trace, key: str, plain: Sequence[str]) -> None:
-    """Raise ShapeError if a trace moves quantised values without their scales, which a cast would lose."""
+    """Raise ShapeError if the cast of a trace's output would lose the scales of quantised values.
+
+    A computed output is accepted: its values were multiplied by their scales.
+
+    Args:
+        doing: Name of the operation in errors.
+        trace: Trace from stored tensors to outputs.
+        key: Key of the output that is cast.
+        plain: Key patterns of values that may be cast without their scales.
+    """
     roots, is_plain = [move.root for move in trace.moves[key]], key_matcher(checked_patterns(f"{doing}: plain", plain))
     if not all(isinstance(root, str) for root in roots) or any(is_plain(str(each)) for each in (key, *roots)):
         return  # computed values were multiplied by their scales
@@ -328,7 +338,10 @@ def _refuse_without_scales(doing: str, trace: Trace, key: str, plain: Sequence[s
 
 
 def _row_major(tensor: torch.Tensor, shape: Shape, view: View | None) -> torch.Tensor | None:
-    """Return the alias of a tensor through a view, for direct reads from a file; None unless it is contiguous."""
+    """Return the strided alias that `_alias` makes if it is contiguous, else None.
+
+    A file can be read directly into a contiguous alias.
+    """
     # Other views gain nothing, and aliases among finely interleaved ones take long to rule out.
     alias = _alias(tensor, shape, view)
     return alias if alias is not None and alias.is_contiguous() else None

@@ -257,18 +257,20 @@ def _make_room(
 def _boxes(
     plan: ReshardPlan, pieces: MessagePieces, shard: Column, element: Column, stride: Column
 ) -> tuple[Column, Boxes, Column]:
-    """Return the boxes that pieces consist of, on one side of their transfers.
+    """Return boxes that make up pieces, within the data of the sending shards or of the receiving shards.
+
+    A piece is a range of a transfer's elements, so it may need several boxes.
 
     Args:
         plan: Plan of all ranks.
         pieces: Pieces of messages.
-        shard: Row of each transfer's shard on that side, int64 (transfers,).
+        shard: Row of each transfer's shard on the chosen side, int64 (transfers,).
         element: Offset of each transfer's first element in the shard's data, int64 (transfers,).
         stride: Strides of each transfer in the shard's data, int64 (transfers, axes).
 
     Returns:
-        ``(piece, boxes, position)``: the row of each box's piece; the boxes in the shards' data; and the index of each
-        box's first element in its piece.
+        ``(piece, boxes, position)``: the row in `pieces` of the piece that contains each box, int64 (boxes,); the
+        boxes; and the index of each box's first element in its piece, int64 (boxes,).
     """
     whole = plan.transfers.shape[pieces.transfer]
     piece, inside, shape, position = flat_boxes(whole, pieces.start, pieces.stop)
@@ -314,14 +316,14 @@ def _is_cast(plan: ReshardPlan, transfer: int) -> bool:
 def _message_regions(
     pieces: MessagePieces, piece: Column, position: Column, shape: Column, messages: Mapping[int, torch.Tensor]
 ) -> Regions:
-    """Return the regions that boxes of pieces have in message buffers.
+    """Return the memory region of each box in the message buffer through which it is sent or received.
 
     Args:
         pieces: Pieces of the messages.
-        piece: Row of each box's piece, int64 (boxes,).
+        piece: Row in `pieces` of the piece that contains each box, int64 (boxes,).
         position: Index of each box's first element in its piece, int64 (boxes,).
         shape: Shape of each box, int64 (boxes, axes).
-        messages: Message buffers, by peer.
+        messages: Message buffer for each peer.
     """
     # One view serves each pair of peer and item size: its pieces differ only in their offset.
     views: dict[tuple[int, int], torch.Tensor] = {}

@@ -76,7 +76,7 @@ class HashingTransport:
             self.failures.append(error)
 
     def sums(self) -> tuple[Sums, Sums]:
-        """Return the combined hashes of sent and of received messages, by peer; raise the first error of `hash`."""
+        """Return the dicts ``(sums_out, sums_in)``, or raise the first of `failures`."""
         if self.failures:
             raise self.failures[0]
         return self.sums_out, self.sums_in
@@ -147,7 +147,10 @@ def _rows(route: Route, link: tuple[int, int]) -> list[int]:
 
 
 def _piece_sums(route: Route, rows: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield the hash of each piece, with its row in the schedule; shards' current content is packed as for sending."""
+    """Yield pairs ``(row, hash)``: the row of each piece in the schedule, and the hash of its bytes.
+
+    The bytes are packed from the shards' current content, as for sending.
+    """
     plan, schedule, start = route.plan, route.schedule, np.zeros(1, dtype=np.int64)
     for row in rows:
         transfer, first, last = (column[row : row + 1] for column in (schedule.transfer, schedule.start, schedule.stop))

@@ -1,8 +1,11 @@
 """Shared reads of a load: if several ranks want the same bytes, one rank reads them and sends them to the others.
 
-Shards are read in groups: first all that are stored in their own dtype, then one group after another of shards that are
-converted. Every rank plans the groups from the shards of all ranks, since a part that one rank reads for several must
-be in the same group on each of them. `explain` predicts the groups and reads with the functions at the end.
+A shard is shared if other ranks may read its bytes, which all shards are unless they allow a shape mismatch.
+
+Shards are read in groups. The first group has the unconverted shards, whose dtype is the stored one. Converted shards
+follow in further groups of bounded size, called rounds. Every rank plans the groups from the shards of all ranks, since
+a part that one rank reads for several must be in the same group on each of them. The last functions of this module
+predict groups and reads for `explain`.
 """
 
 from __future__ import annotations
@@ -90,9 +93,9 @@ def read_together(reading: Reading, shards: Sequence[ShardedTensor]) -> ReadRepo
 def _common_groups(
     reading: Reading, shards: Sequence[ShardedTensor]
 ) -> tuple[list[list[ShardedTensor]], list[ShardColumns]]:
-    """Return the groups of shards that this rank reads one after another, and a table for each group; collective.
+    """Return this rank's shards in groups to read one after another, and a table for each group; collective.
 
-    The table lists the shards, of all ranks, that ranks read for each other in the group.
+    The table of a group lists the shared shards of all ranks in it: those that other ranks may read.
     """
     world, kinds = reading.checkpoint.world, reading.kinds
 
@@ -119,7 +122,7 @@ def _read_once(reading: Reading, shards: Sequence[ShardedTensor], columns: Shard
     Args:
         reading: Parameters of the load.
         shards: Shards of this rank in the group, with memory.
-        columns: Table of the group's shards on all ranks, as far as ranks read them for each other.
+        columns: Table of the group's shared shards on all ranks: those that other ranks may read.
         is_cut: Whether several ranks may each read a part of the same shard.
 
     Returns:
@@ -135,7 +138,7 @@ def _read_once(reading: Reading, shards: Sequence[ShardedTensor], columns: Shard
 
 
 def cuts_shards(checkpoint: Checkpoint, choices: tuple[Choice, Choice, Strategies | None]) -> bool:
-    """Return whether a shard that ranks read for each other may be read by several ranks, each a part of it.
+    """Return whether a shared shard may be cut into parts that different ranks read.
 
     Args:
         checkpoint: The opened checkpoint.
@@ -155,8 +158,9 @@ def parts_to_read(
         shared: Plan of the reads of all ranks.
         rank: Number of the rank.
         shards: Wanted shards of the rank, with contiguous data or none.
-        element: Offset of each read in the elements of its shard, int64 (reads,). It is -1 for a read that is not
-            contiguous in its shard, such as some columns of a matrix, which gets new memory. None: parts get no data.
+        element: Index of the element in the shard's data at which each read begins, int64 (reads,); the part then is a
+            view of that data. Where it is -1, since the read isn't contiguous there (some columns of a matrix, for
+            example), the part gets new memory. If the whole argument is None, parts get no data.
     """
     mine = np.flatnonzero(shared.reads.rank == rank)
     reads = select_rows(shared.reads, mine)
@@ -193,7 +197,7 @@ def _part(shard: ShardedTensor, offset: Any, shape: Any, flat: slice, begin: int
 
 
 def route_of(plan: ExchangePlan, rank: int, shards: Sequence[ShardedTensor]) -> tuple[list[ShardedTensor], Route]:
-    """Return the parts of shards that a rank reads itself, and the `Route` by which it passes them on to other ranks.
+    """Return the parts of shards that a rank reads itself, and the `Route` that passes them on to other ranks.
 
     Args:
         plan: Exchange plan of all ranks.
@@ -219,18 +223,18 @@ def bytes_moved(failure: Exception | None, plan: ExchangePlan, rank: int) -> Rea
 
 
 def by_sharing(shards: Sequence[ShardedTensor]) -> tuple[list[ShardedTensor], list[ShardedTensor]]:
-    """Return the shards that a rank must read itself, and the shards that ranks may read for each other."""
+    """Return a rank's shards in two lists: those that it must read itself, and those that other ranks may read."""
     # If a shape mismatch is allowed, elements that aren't stored keep each rank's own values.
     own = [shard for shard in shards if shard.allow_shape_mismatch]
     return own, [shard for shard in shards if not shard.allow_shape_mismatch]
 
 
 def shared_columns(shards: Shards, kinds: Kinds, rank: int) -> tuple[ShardColumns, ShardColumns]:
-    """Return tables of a rank's unconverted and of its converted shards, from which all ranks plan shared reads.
+    """Return two tables of a rank's shards, unconverted and converted, from which all ranks plan shared reads.
 
     The first table has the shards whose dtype is the stored one, except shards that the rank must read itself. The
-    second table has all shards that are converted, in their stored dtype. Plans of reads do not use its column `main`,
-    which here marks the shards that ranks may read for each other.
+    second table has all shards that are converted, in their stored dtype. In the second table alone, the column `main`
+    marks the shards that other ranks may read, since plans of reads don't need to know main replicas.
     """
     alike, others = by_dtype(shards, kinds)
     other_columns = shard_columns([stored_shard(shard, kinds) for shard in others], rank)
@@ -239,15 +243,17 @@ def shared_columns(shards: Shards, kinds: Kinds, rank: int) -> tuple[ShardColumn
 
 
 def common_groups(alike: ShardColumns, others: ShardColumns) -> tuple[Column, list[ShardColumns]]:
-    """Return the groups in which all ranks read: one of unconverted shards, then one for each round of converted ones.
+    """Return the round of each converted shard, and a table for each group in which ranks read.
+
+    The first group has the unconverted shards; each round of converted shards is a further group.
 
     Args:
-        alike: First table of `shared_columns`, of all ranks.
-        others: Second table of `shared_columns`, of all ranks.
+        alike: Unconverted shards of all ranks: their first tables from `shared_columns`, joined.
+        others: Converted shards of all ranks: their second tables from `shared_columns`, joined.
 
     Returns:
-        ``(rounds, groups)``: the round of each shard in `others`, int64 (shards,), and a table for each group of the
-        shards that ranks read for each other.
+        ``(rounds, groups)``: the round of each shard in `others`, int64 (shards,); and for each group, the table of its
+        shared shards, which other ranks may read.
     """
     rounds = read_rounds(others)
     count = int(rounds.max(initial=-1)) + 1
@@ -277,18 +283,19 @@ def foretold_exchange(checkpoint: Checkpoint, ranks: int, columns: Iterable[Shar
 def foretold_groups(
     targets: Callable[[], Iterable[Shards]], kinds: Kinds, *, is_cut: bool
 ) -> tuple[Callable[[int, Shards], list[Shards]], list[SharedReads]]:
-    """Return the groups that each rank would read in a load with shared reads, and the plan of each group.
+    """Return the predicted groups of shards of a load with shared reads, and the plan of reads for each group.
 
-    The exchange isn't planned: for a large model with replicas, its plan would take most of the memory.
+    It isn't planned how ranks pass on what they read: for a large model with replicas, that plan would take most of the
+    memory.
 
     Args:
         targets: Function that yields the shards of one rank after another; they are not kept.
         kinds: Stored dtype and shape of each tensor, by key.
-        is_cut: Whether one shard may be read by several ranks, each a part of it.
+        is_cut: Whether a shared shard may be cut into parts that different ranks read.
 
     Returns:
-        ``(groups, plans)``: a function from a rank and its shards to the shards and parts that it reads in each group;
-        and the plan of each group's reads.
+        ``(groups, plans)``: a function that takes a rank and its shards, and returns for each group the shards and
+        parts of shards that the rank reads; and the plan of each group's reads.
     """
     alike, others, ranks = AlikeColumns(), AlikeColumns(), 0
     for rank, shards in enumerate(targets()):

@@ -157,7 +157,7 @@ def redistribute(
             trainers that feed several engines over narrow links.
         cast: Whether tensors are converted to the targets' dtypes, as `load` does: before they are sent, directly into
             the buffers. A plan that is passed determines the dtypes itself.
-        plain: Key patterns of values that need no scales, as for `load`.
+        plain: Key patterns of values that may be cast without their scales, as for `load`.
         transform: Trace of the function that makes targets from the sources, by key, such as an engine's own loader:
             each rank receives only the elements that its targets are made of. Plain tensors are targets too, keyed by
             their paths. A plan passed with it must be made from the sources and the result of `lenses.through_trace` on
@@ -190,7 +190,8 @@ def redistribute(
         KeyMismatch: A target asks for a key that no source has, or a pattern matches nothing.
         CheckpointingException: A source shard has no data, or memory can't be allocated.
         TreeError: A target doesn't fit the common state, or has a plain tensor that no source has.
-        RemoteError: One of several ranks failed; raised on every rank. It is also of the failures' common class.
+        RemoteError: Some ranks failed; raised on every rank. The error is also an instance of the class that the
+            failures share.
 
     Examples:
         >>> import shardtree as st
@@ -301,7 +302,22 @@ def _allocate(
     device: torch.device | str | None,
     empty: Empty,
 ) -> tuple[Route, list[torch.Tensor]]:
-    """Return this rank's route, and the tensors to be filled in the order of its target shards."""
+    """Return this rank's `Route` (plan, memory and buffers), and a list of the tensors that it fills.
+
+    Args:
+        ends: Source and target trees of this rank, flattened.
+        common: Common state of all sources.
+        plan: Plan of all ranks.
+        schedule: Schedule of `plan`.
+        rank: Number of this rank.
+        donate: Argument of `redistribute`.
+        is_direct: Whether a message may be a part of a shard's memory, instead of a buffer.
+        device: Device of the buffers; None for the CPU.
+        empty: Argument of `redistribute`.
+
+    Returns:
+        The route; and the tensor for each target shard of this rank, in the order of ``ends.tensors``.
+    """
     check_joins(ends, common)
     source_rows = own_rows("source", plan.source, ends.source.tensors, rank)
     target_rows = own_rows("target", plan.target, ends.tensors, rank)
@@ -329,10 +345,12 @@ def _join(
 
 
 def _with_own_leaves(tree: Any, target: Any) -> Any:
-    """Return the result with the target's own shards and plain tensors, filled, in place of a trace's factories.
+    """Return a result in which the target's own leaves, filled, replace the factories that a trace has added.
+
+    A trace puts a factory in place of a shard or plain tensor of the target.
 
     Args:
-        tree: Result in which factories that a trace has added are merged.
+        tree: Result of the redistribution; the added factories have their merged tensors as data.
         target: Target as the caller passed it.
     """
     own = dict(leaves_with_paths(target))

@@ -45,8 +45,8 @@ def reduce_elements(
         world: The ranks that hold the tree; torch.distributed's default group, or else this process alone.
 
     Raises:
-        IntegrityError: A tensor that counts has no data on its rank; or the main replicas of the ranks do not hold each
-            element of a global tensor once, for example because `world` leaves out some ranks.
+        IntegrityError: A rank has no data for a tensor whose elements it counts; or the main replicas of the ranks do
+            not hold each element of a global tensor once, for example because `world` leaves out some ranks.
         Exception: An error of `f`, with the leaf's path as a note.
 
     Examples:
@@ -112,8 +112,8 @@ def tree_sum(tree: Any, *, world: World | None = None) -> complex:
         world: The ranks that hold the tree, as for `reduce_elements`.
 
     Raises:
-        IntegrityError: A tensor that counts has no data on its rank; or the main replicas of the ranks do not hold each
-            element of a global tensor once, for example because `world` leaves out some ranks.
+        IntegrityError: A rank has no data for a tensor whose elements it counts; or the main replicas of the ranks do
+            not hold each element of a global tensor once, for example because `world` leaves out some ranks.
 
     Examples:
         >>> import shardtree as st
@@ -155,8 +155,8 @@ def tree_norm(tree: Any, *, ord: float = 2, world: World | None = None) -> float
         world: The ranks that hold the tree, as for `reduce_elements`.
 
     Raises:
-        IntegrityError: A tensor that counts has no data on its rank; or the main replicas of the ranks do not hold each
-            element of a global tensor once, for example because `world` leaves out some ranks.
+        IntegrityError: A rank has no data for a tensor whose elements it counts; or the main replicas of the ranks do
+            not hold each element of a global tensor once, for example because `world` leaves out some ranks.
         WorldError: The ranks passed different orders.
         MetadataError: The order isn't a positive number.
 

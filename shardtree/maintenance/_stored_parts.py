@@ -24,13 +24,14 @@ def stored_parts(
 ) -> Iterator[dict[str, PartialFingerprint]]:
     """Yield partial fingerprints of stored tensors, by key: one mapping for each group of slabs that is read.
 
-    Groups are divided into shares, so that several ranks can read them: group `i` belongs to share ``i % ranks``.
+    A slab is a contiguous box of a tensor, small enough for memory. Several ranks may share the work: rank `r` of `n`
+    reads every group whose number `i` has ``i % n == r``.
 
     Args:
         tensors: Whole tensors without data.
         load: Function that reads slabs.
-        rank: Number of the share to read.
-        ranks: Number of shares.
+        rank: Number of this rank.
+        ranks: Number of ranks that share the work.
         threads: Number of threads that compute fingerprints; None for the usual number.
     """
     for number, group in enumerate(_groups(tensors)):
@@ -41,7 +42,7 @@ def stored_parts(
 
 
 def _groups(tensors: Iterable[ShardedTensor]) -> Iterator[list[ShardedTensor]]:
-    """Yield the tensors' slabs in groups that each fit in memory."""
+    """Yield the tensors' slabs (contiguous boxes) in groups of at most `limits.CHECKED_BYTES` bytes."""
     # Slabs are read in groups, since planning a read takes longer than reading a small tensor.
     slabs = (slab for tensor in tensors for slab in _slabs(tensor))
     return grouped(slabs, lambda slab: torch.Size(slab.local_shape).numel() * slab.dtype.itemsize, limits.CHECKED_BYTES)

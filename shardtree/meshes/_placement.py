@@ -89,7 +89,7 @@ def copies_by_path(
 ) -> dict[TreePath, int]:
     """Return each tensor's index among the tensors with the same key, by path.
 
-    Only keys that the user chose may be repeated, through `key` or in shards.
+    Several tensors may have one key only if the user chose it: with `key`, or as the key of shards in the tree.
 
     Args:
         doing: Name of the caller in errors.
@@ -98,7 +98,7 @@ def copies_by_path(
         key: Function that the user passed, or None.
 
     Raises:
-        TreeError: Two paths have the same key, which comes from neither `key` nor shards.
+        TreeError: Two paths have the same key, but the user didn't choose it.
         IntegrityError: Tensors of one key differ.
 
     Examples:
@@ -254,7 +254,7 @@ def mesh_columns(kinds: Mapping[str, TensorKind], mesh: Mesh, specs: Mapping[str
 
 
 def placed_columns(placements: Iterable[Placement], mesh: Mesh) -> ShardColumns:
-    """Return the shards of all ranks of a mesh as columns, for tensors with their specs; tied ones may share a key."""
+    """Return the shards of all ranks of a mesh as columns; placements of tied tensors may have the same key."""
     placements = sorted(placements, key=lambda placement: (placement.key, placement.copy))
     _check_kinds(placements)
     for placement in placements:

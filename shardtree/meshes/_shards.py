@@ -254,7 +254,9 @@ def rank_data(whole: Any, part: RankShard) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class BuildBoxes:
-    """The build function of a part of several boxes. A dataclass, so that equal parts make equal factories.
+    """Build function of the factory for a rank's part that consists of several boxes.
+
+    It is a dataclass, so that equal parts make equal factories.
 
     Attributes:
         part: The rank's part of the tensor.
@@ -269,10 +271,10 @@ class BuildBoxes:
     def __call__(
         self, key: str, data: Any, replica_id: ReplicaId, flattened_range: slice | None
     ) -> list[ShardedTensor]:
-        """Return a shard for each box. Its data is a view of the rank's tensor, or None if `data` is None.
+        """Return a shard for each box of the rank's part. Its data is a view of `data`, or None if `data` is None.
 
         Raises:
-            ShapeError: The tensor has another shape than the part, or a flat range was passed.
+            ShapeError: `data` has another shape than the rank's part, or a flat range was passed.
         """
         if flattened_range is not None:
             found, fix = flattened_range, "Call `apply_factories` first, then flatten the shard of each box."
@@ -283,7 +285,7 @@ class BuildBoxes:
         return [self._shard(key, data, replica_id, box) for box in self.part.boxes]
 
     def check(self, key: str, data: Any) -> None:
-        """Raise ShapeError if the data has another shape than the part."""
+        """Raise ShapeError if the data has another shape than the rank's part."""
         if data is not None and tuple(data.shape) != self.part.shape:
             heading, fix = f"{key!r}: the data is not the rank's part of the tensor", "Pass the rank's own tensor."
             raise ShapeError(error_text(heading, found=tuple(data.shape), expected=self.part.shape, fix=fix))
@@ -297,7 +299,7 @@ class BuildBoxes:
 
 @dataclass(frozen=True, slots=True)
 class MergeBoxes:
-    """The merge function of a part of several boxes; the inverse of `BuildBoxes`.
+    """Merge function of the factory for a rank's part that consists of several boxes; the inverse of `BuildBoxes`.
 
     Attributes:
         part: The rank's part of the tensor.

@@ -107,7 +107,8 @@ P = PartitionSpec
 def splits(entry: SpecEntry) -> Iterator[AxisSplit]:
     """Yield the mesh axes of an entry as splits, one for each axis name or `AxisSplit`.
 
-    The splits of a tuple of names aren't cut one after the other: as in JAX, the names count as a single axis.
+    If the entry is a tuple of names, don't apply the splits one after the other: as in JAX, the tensor's axis is cut
+    once, into as many parts as the named axes have ranks together.
 
     Examples:
         >>> list(splits("tp"))
@@ -157,7 +158,7 @@ def check_spec(key: str, kind: TensorKind, mesh: Mesh, spec: PartitionSpec) -> N
     """
     if not isinstance(kind, TensorKind):
         fix = "Pass TensorKind(dtype, global_shape, 0)."
-        refuse(repr(key), "its kind", type(kind).__name__, "a TensorKind", fix, error=MetadataError)
+        refuse(repr(key), "kind", type(kind).__name__, "a TensorKind", fix, error=MetadataError)
     if kind.prepend_axis_num:
         fix = "Pass the TensorKind of the whole tensor, with prepend_axis_num=0."
         raise MetadataError(error_text(f"{key!r}: the tensor of a spec has prepended axes", found=kind, fix=fix))

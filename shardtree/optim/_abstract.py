@@ -79,9 +79,9 @@ def abstract_optim_state_from_metadata(
         optim_state_dict: State dict of the fresh optimizer, for its groups; its states are ignored.
         id_to_sharded_param_map: Sharded parameters by id or name, as for `optim_state_to_sharding_state`.
         metadata: Metadata of the stored states: ``load_sharded_metadata(dir)``; or ``load_tensors_metadata(dir)`` if no
-            state is a Python value. A scalar parameter's stored moments have the same shape as its numbers, such as
-            step counts. If this rank holds such a parameter as a flat range or in a stack, they can't be told apart:
-            use `abstract_optim_state`.
+            state is a Python value. Moments of a scalar parameter are stored in the same shape as its step count. If
+            this rank holds the parameter as a flat range, or stacked along a prepended axis, the two can't be told
+            apart: use `abstract_optim_state`.
         exclude_keys: State keys that aren't loaded; a single text is one key.
         rules: Rules for states of other shapes, as for `optim_state_to_sharding_state`. The rules get states without
             data.
@@ -141,7 +141,7 @@ def _template_state(param: ShardedParam, value: Any) -> Any:
 def _by_param(metadata: Metadata, left_out: set[str]) -> _Stored:
     """Return the stored states by parameter key, then state key, without the state keys `left_out`.
 
-    In a stored key, the state key has no dots, so the first dot after it begins the parameter's key.
+    A stored key is ``optimizer.state.<state key>.<parameter key>``. The state key has no dots.
     """
     by_param: dict[str, dict[str, ShardedTensor | ShardedObject]] = {}
     for leaf in metadata.values():
@@ -172,9 +172,9 @@ _Kinds = list[tuple[ShardedTensor, ShardedTensor | ShardedObject]]  # a paramete
 
 
 def _stored_kinds(param: ShardedParam, by_param: _Stored) -> dict[str, _Kinds]:
-    """Return a parameter's stored states by state key, each as a pair: a shard of the parameter, and its stored state.
+    """Return a parameter's stored states by state key, as lists of pairs: a shard of the parameter, and its state.
 
-    If the parameter is a factory, a state has a pair for each shard that the factory builds.
+    A list has one pair for a parameter that is a shard. For a factory, it has a pair for each shard that it builds.
     """
     kinds: dict[str, _Kinds] = {}
     shards = built_shards(param)
@@ -205,7 +205,10 @@ def _with_stored_group(
 
 
 def _shard_for(leaf: ShardedTensor | ShardedObject) -> ShardedTensor:
-    """Return a stand-in for the shard that this rank lacks: the stored state if it has axes, else an empty shard."""
+    """Return a substitute for a parameter's shard, which this rank lacks, to pair with the parameter's stored state.
+
+    It is the stored state itself if that is a tensor with axes, else an empty shard.
+    """
     if isinstance(leaf, ShardedTensor) and leaf.global_shape:
         return leaf
     return ShardedTensor(leaf.key, None, torch.uint8, (0,), (1,), (0,), None)

@@ -18,7 +18,7 @@ WhereCut: TypeAlias = Literal["refuse", "equal", "own"]
 
 
 class AxisCut(NamedTuple):
-    """The part of a state's axis on this rank.
+    """This rank's part of an axis of a parameter or of its state.
 
     Attributes:
         size: Length of this rank's part.
@@ -93,7 +93,7 @@ def unfit(rule: str, param: ShardedBase, state_key: str, found: str, expected: s
 
 
 def cuts_of(shard: ShardedTensor) -> list[AxisCut]:
-    """Return this rank's part of each of a parameter's own axes, without prepended ones."""
+    """Return the part that a shard has of each axis of its parameter, without prepended axes."""
     front = shard.prepend_axis_num
     return list(map(AxisCut, shard.local_shape, shard.global_offset[front:], shard.global_shape[front:]))
 
@@ -151,7 +151,8 @@ def copies(shard: ShardedTensor, apart: Sequence[AxisCut]) -> ReplicaId:
 
     Args:
         shard: Shard of the parameter.
-        apart: The shard's part of each axis along which these shards differ.
+        apart: The shard's part of each cut axis along which the state doesn't vary. Shards that differ only in these
+            parts have equal states.
     """
     replica = (shard.replica_id,) if isinstance(shard.replica_id, int) else shard.replica_id
     # Only one piece has index 0 and elements: its replicas become the state's, all others are further copies.
@@ -164,8 +165,8 @@ def copies(shard: ShardedTensor, apart: Sequence[AxisCut]) -> ReplicaId:
 def one_per_shard(param: ShardedParam, state_key: str, state: Any) -> ShardedTensor | ShardedObject:
     """Return the leaf of a state that each shard of a parameter has separately, such as a random seed.
 
-    The states of all shards are stored as an array with one cell per piece of the parameter's grid. Since another
-    layout needs an array of another shape, its load raises an error.
+    The states of all shards are stored as one array, with a cell for each piece of the parameter's grid. A load into a
+    grid of another shape raises an error.
 
     Args:
         param: Shard of the parameter: one box of a regular grid.
@@ -206,10 +207,11 @@ def reduced_axis(axis: int, *, where_cut: WhereCut = "refuse") -> OptimizerRule:
 
     Args:
         axis: Reduced axis, of the parameter's own shape; negative numbers count from its end.
-        where_cut: Assumption about shards that are parts of the reduced axis. "equal": they are reduced together, so
-            all have the same state, which is stored once. "own": each shard reduces its own piece; a load with another
-            number of pieces is an error. An axis of size 1 then gets an element for each piece; if the axis is missing,
-            the state is stored as by `one_per_shard`. "refuse": an error.
+        where_cut: Treatment of a parameter that is cut along the reduced axis. "refuse": an error. "equal": its shards
+            are reduced together, so all have the same state, which is stored once. "own": each shard reduces its own
+            piece of the axis. If the state has the axis with size 1, the stored tensor has one element there for each
+            piece; if the state lacks the axis, it is stored as by `one_per_shard`. A load with another number of pieces
+            is an error.
 
     Examples:
         >>> import torch
@@ -247,7 +249,15 @@ def reduced_axis(axis: int, *, where_cut: WhereCut = "refuse") -> OptimizerRule:
 def _one_per_piece(
     shard: ShardedTensor, state_key: str, own: OptimizerState, cuts: Sequence[AxisCut], pieces: int
 ) -> ShardedTensor | ShardedObject:
-    """Return the leaf of a state without the reduced axis, which each piece of that axis has separately."""
+    """Return the leaf of a state that lacks the reduced axis, if each shard reduces its own piece of that axis.
+
+    Args:
+        shard: Shard of the parameter.
+        state_key: Name of the state.
+        own: State of this shard.
+        cuts: This rank's part of each axis of the state.
+        pieces: Number of pieces into which the reduced axis is cut.
+    """
     # The stored state has the grid's axes in front; for a parameter of one axis, the grid's axis would be ambiguous.
     expected = len(cuts) + len(shard.local_shape) if own.is_stored else len(cuts)
     if not cuts or own.axes(shard.prepend_axis_num) != expected:
@@ -263,7 +273,7 @@ def came_rules(*, where_cut: WhereCut = "refuse") -> dict[str, OptimizerRule]:
     """Return rules for the factored states of CAME: second moments, and the instability of updates.
 
     Args:
-        where_cut: Assumption about cut axes, as for `reduced_axis`; "own" if each rank runs CAME on its own piece.
+        where_cut: Treatment of cut axes, as for `reduced_axis`; "own" if each rank runs CAME on its own piece.
 
     Examples:
         >>> import torch
@@ -283,7 +293,7 @@ def adafactor_rules(*, where_cut: WhereCut = "refuse") -> dict[str, OptimizerRul
     """Return rules for the factored states of Adafactor, both torch's and that of transformers and T5.
 
     Args:
-        where_cut: Assumption about cut axes, as for `reduced_axis`; "own" if each rank runs torch's Adafactor on its
+        where_cut: Treatment of cut axes, as for `reduced_axis`; "own" if each rank runs torch's Adafactor on its
             own piece.
 
     Examples:
@@ -296,11 +306,11 @@ def adafactor_rules(*, where_cut: WhereCut = "refuse") -> dict[str, OptimizerRul
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """The position of a shard on the reduced axis of a state.
+    """The position of a shard's state along the axis that `reduced_axis` reduces.
 
     Attributes:
-        pieces: Length of the axis in the whole state.
-        index: Index of the shard on it.
+        pieces: Length of that axis in the whole stored state: 1, or the number of pieces that shards reduce separately.
+        index: Index of the shard's state along that axis.
         replica_id: Replica id of the shard's state.
     """
 

@@ -18,12 +18,14 @@ GROUP_PREFIX = "optimizer.param_group"
 
 
 def stored_groups(groups: Sequence[Group], params: Mapping[Any, ShardedParam], *, named: bool) -> dict[str, Any]:
-    """Return the entries of a sharded tree that store groups: hyperparameters and, by names, each parameter's group.
+    """Return the entries of a sharded tree that store the hyperparameters of parameter groups.
+
+    If parameters are named, the entries also store the index of each parameter's group, by the parameter's name.
 
     Args:
         groups: Parameter groups of a state dict.
         params: Sharded parameters by id or name.
-        named: Whether parameters are named rather than numbered.
+        named: Whether parameters are named; otherwise, they are numbered.
     """
     # A rank without parameters can't know whether those of other ranks are named, so its form fits both.
     if not members(groups):
@@ -63,19 +65,21 @@ def arranged_groups(
     own: Sequence[Group],
     which: Hyperparameters,
 ) -> list[dict[str, Any]]:
-    """Return an optimizer's own groups, in its order, with the hyperparameters that their parameters had when stored.
+    """Return an optimizer's groups, in its order, with its own hyperparameters or the stored ones.
 
     Args:
         doing: Name of the operation in error messages.
         stored: Stored groups; their lists of parameters are ignored.
         group_of: Index of each parameter's stored group, by the parameter's name.
-        own: The optimizer's groups, by names.
-        which: "own" keeps the optimizer's hyperparameters, "stored" replaces them by the stored ones. A group without
-            parameters on this rank, as under ZeRO, gets those of the stored group at its index if no parameter has
-            changed its group; otherwise, it keeps its own.
+        own: The optimizer's groups, with names of parameters.
+        which: "own" keeps the optimizer's hyperparameters. "stored" replaces those of each group by the hyperparameters
+            that its parameters had when they were stored. A group without parameters on this rank, as under ZeRO, then
+            gets those of the stored group at its index. It keeps its own if the number of groups has changed, or if
+            some parameter on this rank was stored in a group at another index.
 
     Raises:
-        TreeError: Parameters of one group had different hyperparameters, or aren't stored; the error names each.
+        TreeError: Parameters of one group had different hyperparameters, or parameters aren't stored; the error names
+            each.
     """
     check_which(doing, which)
     if which == "own":

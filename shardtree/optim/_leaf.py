@@ -126,14 +126,16 @@ class OptimizerState:
         return OptimizerState(value, value.dtype, tuple(value.shape)) if is_tensor else OptimizerState(value)
 
     def axes(self, front: int) -> int:
-        """Return the number of the state's own axes, without `front` prepended ones."""
+        """Return the number of the state's axes, without `front` prepended ones."""
         return len(self.own_sizes(front))
 
     def own_sizes(self, front: int) -> tuple[int, ...]:
-        """Return the known lengths of the state's own axes.
+        """Return the lengths of the state's axes, without prepended ones.
+
+        They are lengths on this rank or, if only stored metadata is known, in the whole stored tensor.
 
         Args:
-            front: Number of the parameter's prepended axes, which the stored tensor has in front of the state's own.
+            front: Number of the parameter's prepended axes. Only the shape of a stored tensor begins with them.
         """
         return self.sizes[front:] if self.is_stored else self.sizes
 
@@ -239,9 +241,10 @@ def problem_of(name: ParamId, param: ShardedParam, state_key: str, value: Any) -
 
 
 def state_leaf(param: ShardedParam, state_key: str, value: Any, rules: OptimizerRules | None) -> Any:
-    """Return the leaf that stores a state: its rule's result or, without a rule, a moment or one value per parameter.
+    """Return the leaf that stores a state; if a rule matches the state, the rule makes the leaf.
 
-    A state without a rule must have passed `problem_of`.
+    Without a rule, a tensor of the parameter's shape is sharded as the parameter is, and any other value is stored once
+    for the whole parameter. A state without a rule must have passed `problem_of`.
     """
     rule, prefix = rule_of(rules, param, state_key), f"{PREFIX}.{state_key}"
     if rule is not None:

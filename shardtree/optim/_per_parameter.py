@@ -22,7 +22,7 @@ def first_element(shard: ShardedTensor) -> int:
 
     Exactly one shard of each tensor, and its replicas, get 0. Prepended axes don't count: each index along them stands
     for a tensor of its own. A shard without elements gets an index beyond the last element. In a tensor without
-    elements, 0 goes to the shard that begins at index 0 and has a length above 0 along all axes of nonzero length.
+    elements, 0 goes to the shard that begins at index 0 and whose length is 0 only along axes of global length 0.
 
     Args:
         shard: A box or a flat range of a box; the grid may be irregular.
@@ -91,11 +91,11 @@ def per_parameter(param: ShardedParam, prefix: str, value: Any) -> ShardedTensor
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _FactoryValue:
-    """The build and merge functions with which one value for a parameter's factory is stored and loaded.
+    """The `build` and `merge` of a factory for a value that exists once for a parameter, such as Adam's `step`.
 
     Attributes:
-        param: Factory of the parameter.
-        kind: A meta tensor with the dtype and shape of a tensor value; None for any other value.
+        param: Factory that builds the parameter's own shards.
+        kind: A meta tensor with the dtype and shape of the value; None if the value isn't a tensor.
     """
 
     param: ShardedTensorFactory
@@ -131,7 +131,7 @@ def built_shards(param: ShardedParam) -> list[ShardedTensor]:
 
 
 def _first_of_each(shards: Iterable[ShardedTensor]) -> list[ShardedTensor]:
-    """Return, for each key and index along prepended axes, the shard whose elements come first."""
+    """Return one shard for each key and each index along prepended axes: the one with the lowest `first_element`."""
     found: dict[Any, ShardedTensor] = {}
     for shard in sorted(shards, key=first_element):
         found.setdefault((shard.key, shard.global_offset[: shard.prepend_axis_num]), shard)
@@ -139,9 +139,9 @@ def _first_of_each(shards: Iterable[ShardedTensor]) -> list[ShardedTensor]:
 
 
 def _value_leaf(shard: ShardedTensor, value: Any) -> ShardedTensor | ShardedObject:
-    """Return the leaf that stores a value once for a parameter.
+    """Return the leaf that stores a value once for a parameter: a ShardedTensor for a tensor, else a ShardedObject.
 
-    Only on the shard with the parameter's first element can it be the main replica.
+    The leaf can be the main replica only if `shard` has the parameter's first element.
     """
     front = shard.prepend_axis_num
     count, place = shard.global_shape[:front], shard.global_offset[:front]

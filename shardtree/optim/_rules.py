@@ -1,4 +1,8 @@
-"""Rules for states that don't have the parameter's axes: one per parameter or block, matrices, or cut on a mesh."""
+"""Rules for optimizer states whose axes aren't those of the parameter.
+
+These are states with one value per parameter, states with one value per block of elements, square preconditioners, and
+states with a layout of their own on a mesh.
+"""
 
 from __future__ import annotations
 

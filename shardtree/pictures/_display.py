@@ -164,8 +164,12 @@ def html_of(value: Any) -> str:
 def picture_of(value: Any, of: Any) -> Picture:
     """Return the picture of a value, as `draw` shows it.
 
+    Args:
+        value: The value to draw.
+        of: Second argument of `draw`, such as the key of the tensor to draw; None if there is none.
+
     Raises:
-        TreeError: There is no picture of a value of this type.
+        TreeError: There is no picture for the type of `value`.
 
     Examples:
         >>> picture_of((SavedStep(100), SavedStep(200)), None).title

@@ -1,4 +1,7 @@
-"""Pictures of lenses, factories and traces: flows from rows of tensors to rows of other tensors."""
+"""Pictures of lenses, factories and traces: flows from rows of tensors on the left to rows of tensors on the right.
+
+Rows are indices along one axis, drawn downwards. A run is a range of rows that are consecutive on both sides.
+"""
 
 from __future__ import annotations
 
@@ -96,8 +99,7 @@ class _RankTensor:
         shape: Shape of the local tensor.
         shards: The shards that the lens stores.
         shard: Index into `shards` for each element, -1 for an element that isn't stored, int64 (elements,).
-        place: Index of each element in its stored tensor, int64 (elements, axes). If the tensor has fewer axes, zeros
-            come first.
+        place: Index of each element in its stored tensor, after zeros for axes it lacks, int64 (elements, axes).
     """
 
     name: str
@@ -130,14 +132,14 @@ def _rank_tensor(
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Consecutive rows of a block that are consecutive on the right side, too, or that have no counterpart there.
+    """Consecutive rows of a tensor on the left that are consecutive on the right, too, or that all lack a counterpart.
 
     Attributes:
-        block: Index of the block on the left.
-        start: First row in the block.
+        block: Index of the tensor among those on the left.
+        start: First row on the left.
         rows: Number of rows.
-        target: (key, axis, position along the other axes) of a tensor on the right; None without a counterpart.
-        to_start: First index along the target's axis.
+        target: Key of the tensor on the right, its axis of rows, and positions along its other axes; None if missing.
+        to_start: First row on the right.
         what: For rows without a counterpart, the reason; for others, the computation in between, if any.
     """
 
@@ -210,7 +212,8 @@ def _stream(
 
 
 def _name(target: tuple[str, int, tuple[Any, ...]], shapes: dict[str, tuple[int, ...]], *, is_one: bool) -> str:
-    """Return a target's name: its key, with an index if the rows aren't whole rows along axis 0."""
+    """Return the key of a `_Run.target`, with an index such as "[0, rows]" unless it means whole rows along axis 0."""
+    # A single position along another axis is left out if no other target has the key.
     key, axis, others = target
     free = iter(":" if is_one and isinstance(each, int) else str(each) for each in others)
     axes = ["rows" if each == axis else next(free) for each in range(len(shapes[key]))]
@@ -218,14 +221,14 @@ def _name(target: tuple[str, int, tuple[Any, ...]], shapes: dict[str, tuple[int,
 
 
 def _with_rows(name: str, span: str, apart: str = "") -> str:
-    """Return a block's name with a range of rows: in place of the word "rows" in its index, or else appended."""
+    """Put a range of rows into a name: "w[:, rows]" gives "w[:, 0:4]"; "w" gives "w[0:4]", with `apart` before "["."""
     head, bracket, place = name.rpartition("[")
     has_place = bracket and "rows" in place.rstrip("]").split(", ")
     return printable(f"{head}[{place.replace('rows', span)}" if has_place else f"{name}{apart}[{span}]")
 
 
 def _runs(number: int, tensor: _RankTensor, axis: int) -> Iterator[_Run]:
-    """Yield the runs of a rank's tensor, block `number`, along an axis; each row's first element stands for the row."""
+    """Yield the runs of a rank's tensor along an axis, from each row's first element; `number` is for `_Run.block`."""
     if not prod(tensor.shape):
         return
     stride = prod(tensor.shape[axis + 1 :])
@@ -324,7 +327,7 @@ _Row = tuple[tuple[_Span, ...], _Run]
 
 
 def _along_best_axis(trace: Trace, name: str) -> tuple[int, list[_Row]]:
-    """Return the axis along which an output's runs of rows are longest on average, among cut axes, and these runs."""
+    """Return (axis, runs) for an output: the axis that runs cut into the longest parts on average, and these runs."""
     moves, shape = trace.moves[name], trace.outputs[name].shape or (1,)
     missing = coverage(moves, prod(shape))[0] if moves.numel < prod(shape) else []
     parts = [(move, shape, "is never written") for move in missing]
@@ -347,7 +350,8 @@ def _along_best_axis(trace: Trace, name: str) -> tuple[int, list[_Row]]:
 
 
 def _from_sources(move: Move, through: str = "") -> Iterator[tuple[Move, str]]:
-    """Yield the source moves of a move, each with a text of the computation; of operands, only one is followed."""
+    """Trace a move back to sources, through one operand of each computation; yield (move, text of the computations)."""
+    # `through` is the text of the computations after this move.
     what = "".join(f".{step}" for step in move.via) + through
     operation = move.root if isinstance(move.root, Computed) else None
     operand = next((each for each in operation.tensors if not each.alone), None) if operation else None
@@ -359,7 +363,7 @@ def _from_sources(move: Move, through: str = "") -> Iterator[tuple[Move, str]]:
 
 
 def _rows(move: Move, shape: tuple[int, ...], root: tuple[int, ...], axis: int, what: str) -> Iterator[_Row]:
-    """Yield a move's runs of rows along an axis of an output, each with its position along the other axes."""
+    """Yield a move's runs along an axis of the output; `shape` is the output's shape, `root` that of the source."""
     into, there = dense(shape).stride, dense(root).stride
     loops = factored(move, shape, root)
     along = [loop for loop in loops if axis_of(loop[1], shape) == axis]

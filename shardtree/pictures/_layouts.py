@@ -274,7 +274,10 @@ def _in_rows(planes: Sequence[Plane], most: int = 4) -> tuple[tuple[Plane, ...],
 
 
 def _pieces(mesh: Mesh, spec: PartitionSpec) -> tuple[int, ...]:
-    """Return the smallest shape of a tensor that the spec cuts into all parts: one element each, at least two axes."""
+    """Return the smallest shape of a tensor that a spec cuts into all its parts: each part has one element.
+
+    Axes of length 1 are appended until there are two axes.
+    """
     sizes = [
         prod(mesh.shape.get(split.axis, 1) * split.split_factor for split in splits(entry)) for entry in spec.entries
     ]
@@ -282,7 +285,11 @@ def _pieces(mesh: Mesh, spec: PartitionSpec) -> tuple[int, ...]:
 
 
 def _leads(columns: ShardColumns) -> dict[int, int]:
-    """Return, by rank, the first rank that holds the main replica of the same box."""
+    """Return a representative of each rank: the lowest rank that holds the main replica of the same box.
+
+    Args:
+        columns: Shards of one tensor, one for each rank.
+    """
     boxes = np.concatenate([columns.offset, columns.shape], axis=1)
     _, number = np.unique(boxes, axis=0, return_inverse=True)
     first = np.full(len(boxes), np.iinfo(np.int64).max)
@@ -296,13 +303,13 @@ def _left_out(mesh: Mesh) -> tuple[str, ...]:
 
 
 def _grids(mesh: Mesh, lead: dict[int, int], tones: dict[int, str], most: int) -> list[Plane]:
-    """Return planes of a mesh's ranks, one for each index along all axes except the last two.
+    """Return planes of a mesh's ranks, one for each index along all axes except the last two; at most eight planes.
 
     Args:
         mesh: The mesh.
-        lead: First rank that holds the same box, by rank. Ranks with the same first rank look alike.
-        tones: Tone for each such first rank.
-        most: Upper bound on the regions of all planes.
+        lead: Representative of each rank, from `_leads`. Ranks with the same representative look alike.
+        tones: Tone (colour) of each representative.
+        most: Approximate upper bound on the number of cells in all planes; if there are more ranks, they share cells.
     """
     *outer, (down, rows), (across, columns) = [("", 1), ("", 1), *mesh.axes][-max(len(mesh.axes), 2) :]
     ranks = np.array(mesh.ranks, dtype=np.int64).reshape([*(size for _, size in outer), rows, columns])

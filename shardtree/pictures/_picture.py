@@ -105,11 +105,11 @@ class Bars:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A tensor on one side of a flow.
+    """A tensor on one side of a `Flow`.
 
     Attributes:
         name: Name of the tensor.
-        rows: Number of rows.
+        rows: Length of the tensor along the axis that is drawn downwards.
     """
 
     name: str
@@ -187,7 +187,7 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Moments on a line, with a measured value as height.
+    """A line chart of events, each a `Moment`.
 
     Attributes:
         heading: Text above the line.

@@ -1,4 +1,9 @@
-"""Regions: rectangles that tile a plane, so that the same boxes lie in all of a rectangle; small ones are merged."""
+"""Regions: rectangles that tile a plane, where all elements of a rectangle are in the same boxes.
+
+A plane is a matrix, or a two-dimensional slice of a tensor. Boxes are its parts that ranks or files hold. The edges of
+boxes divide the plane into horizontal and vertical bands. If there are too many bands, neighbouring bands are merged,
+so that a region may contain several small boxes.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +22,7 @@ _MERGED_BANDS, _MERGED_SQUARE = 32, 10
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlaneRegion:
-    """A rectangle of a plane, counted in the plane's bands.
+    """A rectangle of a plane, given by the bands that it spans.
 
     Attributes:
         rows: Range (first, stop) of horizontal bands.
@@ -60,7 +65,8 @@ def regions_of(begin: Column, end: Column, extent: tuple[int, int], edges: Colum
         begin: First index of each box, int64 (boxes, 2).
         end: Stop index of each box, int64 (boxes, 2).
         extent: Size of the plane, in elements; at least 1 along both axes.
-        edges: Pairs of a row and a column at which even a coarse plane is cut, int64 (pairs, 2).
+        edges: Pairs (row, column), int64 (pairs, 2). If bands are merged, the plane is still cut at these rows and
+            columns, but only at those of the first 48 pairs.
         most: Approximate upper bound on the number of regions.
 
     Examples:
@@ -116,22 +122,22 @@ def group_count(count: int, most: int) -> int:
 
 
 def _coarser(places: Column, count: int, edges: Column) -> Column:
-    """Return the edges of merged bands.
+    """Return the edges of fewer bands, which are made by merging neighbouring bands.
 
     Args:
-        places: Edges before merging.
-        count: Number of merged bands, not counting those made by `edges`.
-        edges: Edges that must stay; at most the first 48 do.
+        places: Edges of the bands before merging.
+        count: Number of bands into which they are merged, before these are cut at `edges`.
+        edges: Further edges, at which the merged bands are cut; only the first 48 are used.
     """
     some = places[np.linspace(0, places.size - 1, count + 1).round().astype(np.int64)]
     return distinct(np.concatenate([some, np.clip(edges[:MOST_BANDS], 0, places[-1])]))
 
 
 def _names_of_sets(spans: Column, rows: int, columns: int) -> np.ndarray:
-    """Return a number for the set of boxes in each cell, which is a crossing of two bands, uint64 (rows, columns).
+    """Return a hash of the set of boxes in each cell, uint64 (rows, columns); a cell is the crossing of two bands.
 
     Args:
-        spans: First and stop of the horizontal bands, and of the vertical bands, that each box meets, int64 (4, boxes).
+        spans: Bands that each box meets, int64 (4, boxes): first and stop index of horizontal, then of vertical bands.
         rows: Number of horizontal bands.
         columns: Number of vertical bands.
     """
@@ -144,7 +150,7 @@ def _names_of_sets(spans: Column, rows: int, columns: int) -> np.ndarray:
 
 
 def _rectangles(names: np.ndarray) -> list[tuple[int, int, int, int]]:
-    """Return rectangles of cells with equal numbers, as (top, bottom, left, right): runs of a row, merged downwards."""
+    """Return rectangles of cells with equal hashes, as (top, bottom, left, right): runs of a row, merged downwards."""
     open_runs: dict[tuple[int, int], list[int]] = {}
     rectangles: list[tuple[int, int, int, int]] = []
     for row, line in enumerate(names.tolist()):

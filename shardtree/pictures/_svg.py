@@ -181,9 +181,9 @@ def _above(plane: Plane, left: float, width: float) -> tuple[list[str], float]:
 
 
 def _levels(plane: Plane, width: float) -> dict[float, int]:
-    """Return the index of the longest label to use, by width of cell, so that cells of equal width are labelled alike.
+    """Return, for each width of cells, the index in `Cell.labels` of the longest label that fits all these cells.
 
-    If "rank 9" fits into its cell and "rank 10" doesn't fit into another one of equal width, both get numbers only.
+    So cells of equal width are labelled alike: if "rank 9" fits, but "rank 10" doesn't, both get numbers only.
     """
     levels: dict[float, int] = {}
     for cell in plane.cells:
@@ -309,7 +309,7 @@ def _flow(flow: Flow) -> _Drawn:
 
 
 def _stack(heights: Sequence[float]) -> tuple[list[float], float]:
-    """Return the tops of blocks that lie below each other, with room for names between them, and the last bottom."""
+    """Return the tops of stacked blocks, with room for a name above each block, and the bottom of the last block."""
     tops, y = [], 22.0
     for height in heights:
         y += 18
@@ -371,7 +371,10 @@ def _line(line: Line) -> _Drawn:
 
 
 def _moment_names(line: Line, places: Sequence[float], y: float) -> str:
-    """Return the names below the line as SVG, as many as have room; moments that stay come before those that go."""
+    """Return the names of a line's moments as SVG, without names that would overlap.
+
+    Of overlapping names, those of steps that a policy removes (tone "goes") are left out first.
+    """
     spans: list[tuple[float, float]] = []
     parts = []
     for x, moment in sorted(zip(places, line.moments, strict=True), key=lambda each: each[1].tone == "goes"):

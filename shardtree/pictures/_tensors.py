@@ -1,4 +1,9 @@
-"""Planes of a global tensor, cut like its shards or stored chunks; if more than two axes are cut, it is sliced."""
+"""Planes of a global tensor, cut like its shards or stored chunks; if more than two axes are cut, it is sliced.
+
+A plane is a drawing of the tensor along two axes, divided into regions. Holders are the ranks or the files that hold
+the tensor's parts. One holder of each region is its lead, and determines the region's tone (colour). A `Sheet` is a
+plane before the tones are chosen.
+"""
 
 from __future__ import annotations
 
@@ -41,16 +46,19 @@ RANKS = HolderNames(rank_words, rank_labels)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sheet:
-    """A plane of a tensor whose tones aren't chosen yet, since a holder needs the same one in all planes of a picture.
+    """A plane of a tensor before its tones (colours) are chosen.
+
+    Tones are chosen for all planes of a picture together, since a holder has the same tone in all of them.
 
     Attributes:
         heading: Heading of the plane.
         kind: Dtype and shape of the tensor.
-        axes: Axis drawn downwards, None for a tensor with one axis, and axis drawn across.
-        others: Range of indices that the plane shows along each other axis, by axis.
+        axes: Axis drawn downwards, and axis drawn across. The first is None for a tensor with one axis.
+        others: Range of indices that the plane shows along each axis that isn't drawn, by axis.
         regions: Regions of the plane.
         holders: Ranks or files that hold a part of each region, ascending, int64.
-        lead: Holder that gives each region its tone, the smallest `lead` of its boxes; -1 without a holder.
+        lead: Lead of each region: the holder whose tone the region gets, the lowest in `_Pieces.lead` among the
+            region's boxes; -1 if no holder has a part of the region.
         faults: Fault of each region: "hole", "overlap" or empty.
     """
 
@@ -72,8 +80,9 @@ class _Pieces:
         begin: First index of each box, int64 (boxes, axes).
         end: Stop index of each box, int64 (boxes, axes).
         holders: Ranks or files that hold each box, ascending.
-        lead: First holder of each box's main replica or, if there is none, of any replica.
-        faults: First and stop indices of boxes that don't have exactly one main replica, and whether they have several.
+        lead: Lowest rank or file that holds the main replica of each box or, without a main replica, another replica.
+        faults: Boxes without exactly one main replica: their first indices and their stop indices, both int64 (faults,
+            axes), and whether they have several main replicas, bool (faults,).
     """
 
     begin: Column
@@ -84,12 +93,15 @@ class _Pieces:
 
 
 def tensor_sheets(columns: ShardColumns, key: str, *, most: int, with_gaps: bool = True) -> list[Sheet]:
-    """Return the planes of one tensor: one, several slices if more than two axes are cut, or none without elements.
+    """Return the planes of one tensor, as sheets.
+
+    If more than two axes are cut, two of them are drawn, and there is a plane for each slice along the others, but at
+    most eight. Otherwise there is one plane. A tensor without elements has none.
 
     Args:
         columns: All shards, or those of one rank.
         key: Key of the tensor.
-        most: Approximate upper bound on the regions of a plane.
+        most: Approximate upper bound on the number of regions in each plane.
         with_gaps: Whether elements without a main replica are a fault.
     """
     number = columns.keys.index(key)
@@ -112,7 +124,7 @@ MERGED = "Pieces too small to be told apart share a cell, which names all that h
 
 
 def notes_on(sheets: Sequence[Sheet]) -> tuple[str, ...]:
-    """Return notes that say what one tensor's planes merge or leave out."""
+    """Return a picture's notes on one tensor: that small pieces share a cell, or that not all slices are shown."""
     notes = [MERGED] if any(sheet.regions.is_merged for sheet in sheets) else []
     if len(sheets) == _MOST_SLICES:
         notes.append(f"The first {_MOST_SLICES} slices are shown; others may be cut differently.")
@@ -143,7 +155,8 @@ def _pieces(own: ShardColumns, axes: int, *, with_gaps: bool) -> _Pieces:
 def _drawn_axes(pieces: _Pieces, whole: tuple[int, ...]) -> tuple[int | None, int, tuple[int, ...]]:
     """Return the axis drawn downwards, the axis drawn across, and the axes along which the tensor is sliced.
 
-    The last two cut axes are drawn; if fewer are cut, an uncut one, too. With one axis, the first item is None.
+    The last two cut axes are drawn. If fewer than two are cut, uncut axes complete the pair. The axis drawn downwards
+    is None for a tensor with one axis.
     """
     begin, end, _ = pieces.faults
     lows, highs = np.concatenate([pieces.begin, begin]), np.concatenate([pieces.end, end])
@@ -166,15 +179,15 @@ def _sheet(
     span_of: dict[int, slice],
     most: int,
 ) -> Sheet:
-    """Return one plane of a tensor.
+    """Return one plane of a tensor, as a sheet.
 
     Args:
         pieces: Boxes of the tensor.
         kind: Dtype and shape of the tensor.
         axes: Axis drawn downwards, or None, and axis drawn across.
-        others: Range of indices to show along each other axis, by axis.
-        span_of: Those of these ranges that the heading names.
-        most: Approximate upper bound on the regions.
+        others: Range of indices to show along each axis that isn't drawn, by axis.
+        span_of: The ranges in `others` that select a slice; the heading names them.
+        most: Approximate upper bound on the number of regions.
     """
     bad_begin, bad_end, is_double = pieces.faults
     here, bad = (_meeting(begin, end, others) for begin, end in ((pieces.begin, pieces.end), (bad_begin, bad_end)))
@@ -213,7 +226,7 @@ def _on_plane(column: Column, axes: tuple[int | None, int], fill: int) -> Column
 
 
 def tones_of(sheets: Sequence[Sheet]) -> dict[int, str]:
-    """Return a tone for each holder in the sheets' `lead`; consecutive holders get different tones."""
+    """Return a tone for each holder that is the lead of a region; neighbours in ascending order get different tones."""
     leads = sorted({lead for sheet in sheets for lead in sheet.lead if lead >= 0})
     return {lead: f"t{number % TONES}" for number, lead in enumerate(leads)}
 
@@ -227,12 +240,12 @@ def plane_of(
     short_heading: str = "",
     caption: str = "",
 ) -> Plane:
-    """Return the plane of a sheet, with tones and texts.
+    """Return the drawable plane for a sheet, with tones and texts.
 
     Args:
-        sheet: The plane without tones.
-        tones: Tone of each holder.
-        holders: Names for the holders.
+        sheet: The plane's regions and their holders.
+        tones: Tone (colour) of each lead, from `tones_of`.
+        holders: Names for ranks or files that hold parts.
         heading: Text before the sheet's own heading.
         short_heading: Heading to use if the whole one doesn't fit.
         caption: Text below the plane.
@@ -260,7 +273,7 @@ def plane_of(
 
 
 def _aspect(sheet: Sheet) -> float:
-    """Return a plane's height as a multiple of its width; a long matrix isn't drawn to scale."""
+    """Return the height of a sheet's plane as a multiple of its width; a long matrix isn't drawn to scale."""
     if sheet.axes[0] is None:
         return 0.14
     rows, columns = (int(edges[-1]) for edges in (sheet.regions.row_edges, sheet.regions.column_edges))

@@ -249,7 +249,7 @@ _SHOWN = 20
 
 
 def _line(line: Line, width: int) -> list[Spans]:
-    """Return the lines of a chart of the last moments: the higher a measured value, the further right its mark."""
+    """Return a text with a line for each of a chart's last events: the higher its value, the further right its mark."""
     moments, left = line.moments[-_SHOWN:], len(line.moments) - _SHOWN
     names = max((len(moment.name) for moment in moments), default=0)
     room = max(min(width - names - 4, 40), 1)

@@ -42,12 +42,12 @@ def encoded(
     Args:
         key: Key of the weight, for errors.
         part: Description of the stored tensor.
-        number: Index of `part` in the form.
+        number: Index of `part` among the parts of the form.
         block: Block size of the form.
         encode: Encoder of the form.
-        data: Elements of the weight.
-        at: Position of `data` in the weight's stored matrices: a box of whole blocks.
-        box: Box of the stored tensor to compute.
+        data: Elements of the weight, transposed if the form stores weights transposed.
+        at: Box of the weight that `data` fills, transposed likewise; it consists of whole blocks.
+        box: Box to compute, in the stored tensor's own coordinates.
 
     Raises:
         UnsupportedValue: an element isn't finite; with it, all other elements of its block would be lost, too.

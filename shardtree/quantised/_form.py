@@ -53,7 +53,7 @@ class Form:
         """Return the keys of a weight's stored tensors.
 
         Raises:
-            TreeError: the weight's key doesn't end with `base`.
+            TreeError: the weight's key doesn't end with the form's suffix `base`.
 
         Examples:
             >>> from shardtree.quantised import FORMS
@@ -68,7 +68,7 @@ class Form:
     def found(self, tensors: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
         """Return the keys of the stored tensors of each weight of this form, by the weight's key.
 
-        A weight counts if all tensors of the form exist, of whatever dtypes and shapes, and none that `without` names.
+        A weight counts if it has all tensors of the form, whatever their dtypes and shapes, and none of `without`.
         """
         first = self.parts[0].name
         stems = [key.removesuffix(first) for key in tensors if key.endswith(first)]
@@ -83,8 +83,8 @@ class Form:
             tensors: Stored tensors by key, or their shards; other keys are ignored.
 
         Raises:
-            ShapeError: the values aren't matrices, a tensor's dtype isn't one of the form's, or its shape doesn't fit
-                the shape of the values; the error names all such tensors.
+            ShapeError: the tensor of values has fewer than two axes, a tensor has a dtype that the form doesn't list,
+                or its shape doesn't fit the shape of the values; the error names all such tensors.
         """
         names = self.keys(key)
         values = [tensors[name] for name in names]
@@ -161,9 +161,9 @@ class Form:
     def quantise(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return weights quantised to this form: their stored tensors by key.
 
-        Each number is rounded to the nearest, ties to even. Numbers so large that they could be rounded to infinity are
-        clipped to the largest float32 number that has as many significant bits as the form's values. For weights on
-        torch's meta device, the stored tensors are on the meta device, too.
+        Each number is rounded to the nearest, ties to even. Numbers close to the largest float32 number are clipped
+        before, so that none is rounded to infinity. For weights on torch's meta device, the stored tensors are on the
+        meta device, too.
 
         Args:
             tensors: Weights by key.
@@ -197,13 +197,14 @@ class Form:
     def lens(self, shard: ShardedTensor) -> StoredForm:
         """Return the stored form of a shard that the model holds unquantised: shards of values, scales and so on.
 
-        This method is a lens: it can be passed to `as_factory`. A shard needs only its own scales. Any box can be
-        loaded, even one whose edge cuts a block. Only a box of whole blocks can be saved: otherwise, the stored shards
-        have no data, which a save refuses. A load doesn't read the shard's elements; the stored shards get memory of
-        their own.
+        This method is a lens: it can be passed to `as_factory`. Only scales that the shard's elements need are loaded.
+        Any box can be loaded, even one whose edge cuts a block. Only a box of whole blocks can be saved: otherwise, the
+        stored shards have no data, which a save refuses. A load doesn't read the shard's elements; the stored shards
+        get memory of their own.
 
         Raises:
-            ShapeError: the shard isn't a box of matrices of a known shape.
+            ShapeError: the shard is a flat range, has fewer than two axes or sets `allow_shape_mismatch`; or an axis of
+                the weight isn't a multiple of the number of values that are packed into one stored element.
             UnsupportedValue: an element isn't finite, or the weight's numbers are complex.
 
         Examples:
@@ -329,9 +330,10 @@ class Form:
         return of_source(Boxwise(f"{self.name} of {tensors[0].name}", box.shape, dtype, recipe, identify))
 
     def _quantise(self, shard: ShardedTensor, box: Box, whole: Sequence[int]) -> list[Any]:
-        """Return a shard's data, quantised to one tensor for each stored tensor; lazy if the data are lazy.
+        """Return a shard's data for each stored tensor (values, scales and so on); lazy if the shard's data are lazy.
 
-        All are None if the shard has no elements to read, or isn't made of whole blocks.
+        All are None if the form can only be read, the shard has no elements to read, or its box cuts a block.
+        `box` and `whole` are the result of `_box_of`.
         """
         is_memory = isinstance(shard.data, torch.Tensor) and has_no_elements(shard.data)
         if shard.data is None or self.encode is None or is_memory or not is_of_blocks(box, whole, self.block):
@@ -383,9 +385,9 @@ class Form:
 
 
 def _data_for(shard: ShardedTensor, part: Part, box: Box, data: Any) -> Any:
-    """Return the data of a stored tensor's shard: `data`, reshaped, or memory to load into.
+    """Return the data for the shard that fills a box of a stored tensor: `data` in the shard's shape.
 
-    The result is memory if the elements of the weight's shard must not be read.
+    If the elements of the weight's shard must not be read, as in a load, the result is new memory to load into.
     """
     shape = box.shape if part.per is None else box.shape[shard.prepend_axis_num :]
     if isinstance(shard.data, torch.Tensor) and has_no_elements(shard.data):

@@ -53,14 +53,17 @@ def _to_fp8(matrix: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tensor,
 
 
 def _by_powers(matrix: torch.Tensor, block: tuple[int, int], bits: int, most: float) -> tuple[torch.Tensor, ...]:
-    """Return matrices with each block divided by its scale, and the scales: the smallest powers of two that suffice.
+    """Return matrices with each block divided by its scale, and the scales: powers of two, as small as `most` allows.
 
     Args:
-        matrix: Matrices of whole blocks.
+        matrix: Matrices (..., rows, columns) of whole blocks.
         block: Numbers of rows and columns of a block; 0 means the whole axis.
         bits: Number of significant bits of the values' format.
         most: Upper bound of magnitudes after the division: the format's largest number, or a larger one that is still
             rounded to it.
+
+    Returns:
+        The divided matrices, and the scales as (..., blocks down, blocks across).
     """
     cut, largest = _blocks(matrix, block, bits)
     scale = power_above(torch.where(largest > 0, largest, most) / most)
@@ -70,8 +73,9 @@ def _by_powers(matrix: torch.Tensor, block: tuple[int, int], bits: int, most: fl
 def _to_fp8_by_powers(matrix: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return FP8 values, and scales that are powers of two, chosen as in transformers.
 
-    Quantising a block again gives the same products. If its largest number was rounded down to 224, it gets half the
-    scale and twice the values.
+    If a dequantised block is quantised again, the products of values and scale stay the same. The values and the scale
+    themselves may change: if the block's largest value is 224, half of FP8's largest number, then the values are
+    doubled, and the scale is halved.
     """
     numbers, scale = _by_powers(matrix, block, 4, MOST[FP8])
     return nearest_fp8(numbers), scale
@@ -107,7 +111,7 @@ def _above_zeros(values: torch.Tensor, scale: torch.Tensor, zeros: torch.Tensor)
 
 
 def _of_groups(values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
-    """Return weights whose rows may belong to any group.
+    """Return weights dequantised with the scale and zero point of each row's group; rows of a group may lie anywhere.
 
     Args:
         values: Integers, (..., rows, columns).
@@ -136,10 +140,15 @@ def _picked(table: torch.Tensor, groups: torch.Tensor, first: int = 0) -> torch.
 
 
 def _in_groups(values: torch.Tensor, scale: torch.Tensor, zeros: torch.Tensor, away: torch.Tensor) -> torch.Tensor:
-    """Return weights whose rows are in order of their groups, with NaN in rows where `away` isn't 0.
+    """Return weights dequantised in groups of consecutive rows; rows that are stored in another group become NaN.
 
-    `away` is the difference between a row's stored group index and the expected one. An error would be clearer, but a
-    traced function can't raise one.
+    An error would be clearer than NaN, but a traced function can't raise one.
+
+    Args:
+        values: Integers, (..., rows, columns).
+        scale: Scale of each integer; an axis may have size 1 and broadcast.
+        zeros: Zero point of each integer; an axis may have size 1 and broadcast.
+        away: Stored group index of each row minus the expected index, (..., rows, 1).
     """
     return torch.where(away == 0, _above_zeros(values, scale, zeros), float("nan"))
 
@@ -153,10 +162,13 @@ def _packed_zeros(values: torch.Tensor, scale: torch.Tensor, away: torch.Tensor,
 
 
 def _of_shape(weight: torch.Tensor, away: torch.Tensor) -> torch.Tensor:
-    """Return weights unchanged, or only NaN if one of the two numbers in `away` isn't 0.
+    """Return a weight unchanged if its stored shape is the actual one; otherwise, replace all elements by NaN.
 
-    `away` is the difference between the stored shape and the actual one. An error would be clearer, but a traced
-    function can't raise one.
+    An error would be clearer than NaN, but a traced function can't raise one.
+
+    Args:
+        weight: Dequantised weight.
+        away: Stored numbers of rows and columns minus the actual ones, (2,).
     """
     return torch.where((away[:1] == 0) & (away[1:] == 0), weight, float("nan"))
 

@@ -15,8 +15,8 @@ def half_weights(
 ) -> dict[str, str]:
     """Return a text that names the missing tensors of each incomplete weight, by the key of a tensor that is present.
 
-    A common name, such as `scale`, or an ordinary floating-point dtype doesn't prove that a tensor belongs to a
-    quantised weight. Two tensors of a weight do, and so does a single one whose name or dtype only such tensors have.
+    A weight counts as quantised if two of its tensors are present, or one whose name or dtype only tensors of quantised
+    weights have. A single tensor with a common name, such as `scale`, and an ordinary floating-point dtype is ignored.
 
     Args:
         tensors: Shards by key.
@@ -68,15 +68,15 @@ def _may_be(part: Part, tensor: ShardedTensor) -> bool:
 def _is_certain(
     values: Part, held: Sequence[tuple[str, Part]], has_values: bool, has_weight: bool, are_named: bool
 ) -> bool:
-    """Return whether the tensors that are present can only be those of a quantised weight.
+    """Return whether the tensors that are present prove that their weight is quantised.
 
     Args:
-        values: Part of the form that has the values.
-        held: Keys of the tensors that are present, each with the part of the form that it fits.
-        has_values: Whether a tensor has the key of the values, whatever its dtype.
-        has_weight: Whether a tensor has the weight's own key. If so, a tensor with the name of a scale may belong to an
-            unquantised weight.
-        are_named: As for `half_weights`.
+        values: Description of the form's tensor of values.
+        held: Keys of the tensors that are present, each with the description that its name, dtype and axes fit.
+        has_values: Whether a tensor with the key of the values exists, whatever its dtype.
+        has_weight: Whether a tensor with the weight's own key exists. If so, a tensor with the name of a scale may
+            belong to an unquantised weight.
+        are_named: Whether the caller chose the forms. If so, a tensor called `weight` counts as values of the form.
     """
     if held and held[0][1] is values:
         is_weight = are_named and held[0][0].split(".")[-1] == "weight"
@@ -85,12 +85,12 @@ def _is_certain(
 
 
 def _tells(key: str, part: Part, has_weight: bool) -> bool:
-    """Return whether a tensor that fits a part can only belong to a quantised weight, as a scale, for example.
+    """Return whether the presence of a single tensor, such as a scale, proves that its weight is quantised.
 
     Args:
         key: Key of the tensor.
-        part: Part of the form that the tensor fits.
-        has_weight: Whether a tensor has the weight's own key.
+        part: Description of a stored tensor that the tensor's name, dtype and axes fit.
+        has_weight: Whether a tensor with the weight's own key exists.
     """
     is_number = any(dtype.is_floating_point and dtype.itemsize > 1 for dtype in part.dtypes)
     return not is_number or (not has_weight and "weight" in key.split(".")[-1]) or key.endswith("_scale_inv")

@@ -14,6 +14,8 @@ for each block of 2 x 3, and the box of rows 1 to 2 and columns 3 to 5 of the we
 
 With `pack=(1, 2)`, the values are stored as (4, 3), two in each element. Then the box needs columns 1 to 2 of them, and
 the value outside the box is read and dropped. Parts are immutable: `of` returns another one.
+
+A weight's stored matrices are the weight along its last two axes, transposed if its form stores weights transposed.
 """
 
 from __future__ import annotations
@@ -42,21 +44,20 @@ class Part:
     """Description of one of a weight's stored tensors, such as its values or its scales.
 
     Attributes:
-        name: Suffix of the tensor's key, which is appended to the weight's key or replaces the form's `base`.
+        name: Suffix of the tensor's key. It is appended to the weight's key, or replaces that key's suffix `Form.base`.
         dtypes: Dtypes that the tensor may have; the first one is written.
         read: Function that decodes (and unpacks) stored elements, usually to float32.
-        per: Block size along the weight's last two axes: elements of the weight that share one element of this part.
-            0 means the whole axis; -n means groups of n elements that may lie anywhere along the axis (GPTQ). One
-            number for a part without the last axis; None for a part without any axis of the weight.
+        per: Block size along each of the weight's last two axes: elements of the weight that share one element of this
+            part. 0 means the whole axis; -n means groups of n elements that may lie anywhere along the axis (GPTQ).
+            There is one number for a part that lacks the last axis, and None for a part that has no axis of the weight.
         pack: Number of the part's elements that are packed into one stored element, along the same axes.
         tail: Sizes of further axes of the stored tensor.
-        group: Group size of a part that stores the group index of each row (`g_idx`), 0 for other parts. A positive
-            size means groups of consecutive rows; `spread` then returns each index minus the expected one, which must
-            be 0. -n means groups of n rows that may lie anywhere.
-        count: Number of groups if rows may lie in any group; filled in by `of`.
-        shape: Shape of the weight's matrices, for a part that stores it; empty for other parts. `spread` returns the
-            stored shape minus this one, which must be 0. A form may have any two sizes here; `of` fills in the actual
-            ones.
+        group: Group size if the part stores the group index of each row (GPTQ's `g_idx`); 0 for other parts. n means
+            groups of n consecutive rows, whose stored indices are only checked. -n means groups of n rows that may lie
+            anywhere.
+        count: Number of groups whose rows may lie anywhere; filled in by `of`.
+        shape: Shape of the weight's matrices if the part stores it for a check; empty for other parts. Forms have
+            placeholders here, such as (0, 0); `of` fills in the actual shape.
     """
 
     name: str
@@ -92,9 +93,10 @@ class Part:
         return Box((*starts, *(0,) * len(self.tail)), (*sizes, *self.tail))
 
     def pieces(self, offset: Sequence[int], shape: Sequence[int]) -> list[tuple[Box, bool]]:
-        """Return the result of `box` cut into (piece, is owned) pairs, so that each stored element is saved only once.
+        """Return the stored box that a box of the weight needs, cut into (piece, is owned) pairs.
 
-        If an edge cuts a block, several boxes of the weight need its stored element. The first of them owns it.
+        Each stored element has one owner among the boxes of the weight, so that it is saved only once. If an edge cuts
+        a block, several boxes need the block's stored element, and the first of these boxes is the owner.
         """
         box = self.box(offset, shape)
         if 0 in shape:
@@ -115,10 +117,14 @@ class Part:
         ]
 
     def spread(self, elements: torch.Tensor, offset: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
-        """Return this part's decoded elements, one for each element of a box of the weight; axes of size 1 broadcast.
+        """Return this part's decoded elements, one for each element of a box of the weight.
+
+        An axis may have size 1 instead, and broadcast, if one stored element serves the whole axis of the box. For a
+        part that is only checked (a positive `group`, or a `shape`), the result is the difference between the stored
+        numbers and the expected ones.
 
         Args:
-            elements: Stored elements, those of `self.box(offset, shape)`.
+            elements: Stored elements in the box `self.box(offset, shape)`.
             offset: Offset of the box of the weight.
             shape: Shape of the box of the weight.
         """
@@ -171,14 +177,14 @@ def decoded(
     Args:
         key: Key of the weight, for errors.
         parts: Descriptions of the stored tensors.
-        join: Function from the decoded elements of all parts to the weight's.
-        tensors: Elements of each stored tensor, those of `part.box(*box)`.
+        join: Function that computes the weight's elements from the decoded elements of all stored tensors.
+        tensors: Elements of each stored tensor in the box `part.box(*box)`.
         box: Box of the weight's stored matrices.
         dtype: Dtype of the result.
 
     Raises:
-        UnsupportedValue: rows belong to other groups than the form says, or the stored shape isn't the shape of the
-            values.
+        UnsupportedValue: a row's stored group index (GPTQ) isn't the one that the parts describe, or the stored shape
+            isn't the shape of the values.
     """
     if not all(type(tensor) is torch.Tensor for tensor in tensors):  # traced: one step, whatever its size
         return join(*(part.spread(tensor, *box) for part, tensor in zip(parts, tensors, strict=True))).to(dtype)
@@ -285,7 +291,7 @@ def owned(shard: ShardedTensor, is_own: bool) -> ShardedTensor:
 
 
 def in_pieces(shard: ShardedTensor, pieces: Pieces) -> StoredForm:
-    """Return the stored form of a stored tensor's shard: a shard for each piece, since pieces may differ in owner."""
+    """Return a stored tensor's shard cut into pieces; only pieces that this rank owns can be main replicas."""
     front, shards = shard.prepend_axis_num, []
     for box, is_own in pieces:
         inside = [low - base for low, base in zip(box.offset, shard.global_offset, strict=True)][front:]

@@ -46,11 +46,11 @@ def recode(
 
     Raises:
         ShapeError: the form can only be read, or the dtype isn't a floating-point one. When the transform is applied: a
-            shard of a weight isn't made of whole blocks, tensors with the names of a form fit none or several forms,
-            FP8 or FP4 values have no scales, some tensors of a weight are missing, or scales belong to integers or
-            bytes that fit no form; the error names all of them.
-        KeyMismatch: a pattern fits no key; a pattern in `also` fits neither a quantised weight nor floating-point
-            numbers; or a stored tensor would have the key of another tensor; the error names all of them.
+            shard of a weight isn't made of whole blocks; tensors are named as in a form, but fit none or several forms;
+            FP8 or FP4 values have no scales; some tensors of a weight are missing; or integers or bytes have scales,
+            but fit no form. The error names all of them.
+        KeyMismatch: a pattern matches no key; a pattern in `also` matches no quantised weight and no floating-point
+            tensor; or a recoded tensor would have the key of another tensor. The error names all of them.
         MetadataError: `also` has patterns, but `to` is a dtype.
         UnsupportedValue: a float64 weight would be rounded, with `lossless`. When a weight is written: an element isn't
             finite, or, with `lossless`, is rounded.
@@ -97,7 +97,12 @@ def recode(
 
 
 def _check_to(to: Form | torch.dtype, also: Sequence[str]) -> None:
-    """Raise an error unless weights can be recoded to a form or dtype; a dtype excludes patterns in `also`."""
+    """Raise an error if weights can't be recoded to a form or dtype.
+
+    Args:
+        to: Form, which must have an encoder, or dtype, which must be a floating-point one.
+        also: Patterns of keys of unquantised weights to quantise; there must be none if `to` is a dtype.
+    """
     if isinstance(to, Form):
         to.check_made("recode")
         return
@@ -128,11 +133,12 @@ def _forms_of(
         tensors: Shards by key.
         forms: Forms that weights may have.
         is_plain: Function that says of a key whether its tensor belongs to no quantised weight.
-        are_named: Whether the caller chose the forms.
+        are_named: Whether the caller chose the forms. If so, a tensor called `weight` with the dtype of a form's values
+            counts as values of that form, even without scales.
 
     Raises:
-        ShapeError: tensors have the names of forms but fit none or several of them, FP8 or FP4 values have no scales,
-            some tensors of a weight are missing, or scales belong to values that fit no form.
+        ShapeError: tensors are named as in a form, but fit none or several forms; FP8 or FP4 values have no scales;
+            some tensors of a weight are missing; or integers or bytes have scales, but fit no form.
     """
     tree = {key: tensor for key, tensor in tensors.items() if not is_plain(key)}
     fitting, misfits, named = defaultdict[str, list[Form]](list), dict[str, str](), set[str]()
@@ -186,7 +192,13 @@ def _unexplained(tensors: Mapping[str, ShardedTensor], known: Collection[str]) -
 
 
 def _in_form(weight: ShardedTensor, to: Form | torch.dtype, lossless: bool) -> Sequence[ShardedTensor]:
-    """Return the shards that store a whole weight in a form, or as one plain tensor of a dtype."""
+    """Return the shards that store a whole weight in a quantised form, or the one shard of a plain tensor.
+
+    Args:
+        weight: Shard that has the whole weight.
+        to: Form, or dtype of the plain tensor.
+        lossless: Whether rounding an element is an error, which is raised when the element is written.
+    """
     if isinstance(to, Form):
         form = replace(to, encode=_without_loss(weight.key, to)) if lossless else to
         shards = form.lens(weight).shards

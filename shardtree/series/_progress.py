@@ -20,15 +20,16 @@ logger = logging.getLogger("shardtree")
 
 
 def progress_check(tree: Any, place: SavePlace, names: str, number: int, world: World) -> Callable[[], None]:
-    """Return a function to call once a step is committed, which logs warnings if the step looks wrong.
+    """Return a function for rank 0 to call once a step is committed; it logs warnings if the step looks wrong.
 
-    It warns if the stored tensors differ from the tensors in memory at the time of this call, or equal those of the
-    step before. They are compared by fingerprints. All ranks must call this function.
+    The returned function warns if the stored tensors differ from the tensors that were in memory when `progress_check`
+    was called, or equal those of the step before. Tensors are compared by fingerprints. All ranks must call
+    `progress_check`.
 
     Args:
         tree: This rank's tree, as passed to `save`.
-        place: Target of the save.
-        names: Format of folders' names.
+        place: Destination of the save.
+        names: Format string of the steps' folder names.
         number: Number of the step.
         world: World of the ranks that save.
     """
@@ -44,8 +45,8 @@ def _warn(place: SavePlace, names: str, number: int, in_memory: Mapping[str, int
     """Log warnings about a step that was just committed, if it looks wrong; log problems, too, instead of raising them.
 
     Args:
-        place: Target of the save.
-        names: Format of folders' names.
+        place: Destination of the save.
+        names: Format string of the steps' folder names.
         number: Number of the step.
         in_memory: Fingerprints of the tensors in memory when the save began, by key.
     """

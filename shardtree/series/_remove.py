@@ -127,15 +127,15 @@ def remove_steps(root: Storage, names: str, removal: Removal, strategies: Strate
 def _remove_steps(
     root: Storage, names: str, removal: Removal, strategies: Strategies | None, newest: int | None = None
 ) -> tuple[int, ...]:
-    """Execute a plan, as `remove_steps` does, in a listing.
+    """Finish interrupted removals, then execute a plan; return the numbers of the steps that were removed.
 
     Args:
-        root: Folder of all steps.
-        names: Format of their folders' names.
+        root: Folder of all steps, from `listed`.
+        names: Format string of the steps' folder names.
         removal: The plan.
         strategies: Dispatch table; None for the process's.
-        newest: Step that must stay, after which all steps are removed, highest first; None for the step that is the
-            newest now, and the lowest step first.
+        newest: Number of the step that stays as the newest; then steps are removed in descending order. If None, the
+            step that is the newest now stays, and steps are removed in ascending order.
     """
     failures = finish_removals(root, names)
     steps = list_steps(root, names, strategies)
@@ -223,7 +223,10 @@ def _note(root: Storage, item: StepFiles) -> bool:
 
 
 def _remove_files(root: Storage, item: StepFiles, *, part: slice) -> bool:
-    """Remove the files `item.files[part]` of a step, except those that have changed since the plan was made."""
+    """Remove the files `item.files[part]` of a step, except those that have changed since the plan was made.
+
+    The result is True: the removal of the step goes on.
+    """
     for file in item.files[part]:
         if mark(root, item.folder, file.name) == file:
             root.remove(f"{item.folder}/{file.name}")
@@ -231,7 +234,10 @@ def _remove_files(root: Storage, item: StepFiles, *, part: slice) -> bool:
 
 
 def _remove_note(root: Storage, item: StepFiles) -> bool:
-    """Remove the note from a step's folder, and the folders that are empty now."""
+    """Remove the note, which lists the files to remove, from a step's folder, and folders that are empty now.
+
+    The result is True: the step is removed.
+    """
     for name in root.names(item.folder):
         if is_temporary(name) and name.startswith(f".{RECORD_FILE}."):
             root.remove(f"{item.folder}/{name}")
@@ -284,7 +290,7 @@ def clean(root: Storage, names: str, strategies: Strategies | None, *, stale_aft
 
     Args:
         root: Folder of all steps.
-        names: Format of their folders' names.
+        names: Format string of the steps' folder names.
         strategies: Dispatch table; None for the process's.
         stale_after: Seconds without a change after which a save counts as interrupted, if its process can't be seen.
 

@@ -165,8 +165,9 @@ def nothing() -> None:
 def _announce(place: SavePlace, before: list[bytes | None]) -> None:
     """Write the step's record before the save is committed.
 
-    If the folder already holds a checkpoint of the step, the record has no time and metrics yet, and the step counts as
-    pinned if the old record or the new one says so.
+    If the folder already holds a checkpoint of the step, the new record gets its time and metrics only after the
+    commit: a crash in between must not leave the old checkpoint with the new metrics. Until then, the step is pinned if
+    the old record or the new one says so.
 
     Args:
         place: Destination of the save.

@@ -135,14 +135,14 @@ class MemoryStorage:
             return self._folders.get(_plain(name)) if entry is None else entry[1]
 
     def sibling(self, name: str) -> Sibling:
-        """Return the sibling folder that the save of that name makes, or has made."""
+        """Return the sibling of the save `name`: the folder that the save fills, and then exchanges with this one."""
         # All ranks share the object, but only rank 0 makes the folder; if it never does, the object is freed with the
         # save.
         with self.lock:
             return self._siblings.setdefault(name, MemorySibling(self, name))
 
     def siblings(self) -> tuple[str, ...]:
-        """Return the sorted names of the saves that have made a sibling folder."""
+        """Return the sorted names of the saves that have made a sibling folder; see `sibling`."""
         return tuple(sorted(self.beside))
 
     @contextmanager
@@ -170,7 +170,7 @@ class MemoryStorage:
             return tuple(sorted(self._files))
 
     def share(self, name: str, other: MemoryStorage) -> bool:
-        """Add another folder's file under the same name, without a copy; return False if another file has that name."""
+        """Add a file of another folder, without a copy; return False if this one has a different file of that name."""
         with self.lock:
             entry = other._files.get(_plain(name))
             return entry is None or self._files.setdefault(_plain(name), entry)[0] is entry[0]
@@ -283,7 +283,7 @@ class MemorySibling:
     _exchanged: bool = False
 
     def __post_init__(self) -> None:
-        """Make the sibling folder, with the target's lock and counter of changes."""
+        """Create the sibling's empty folder; it shares the lock and the counter of changes with the target."""
         self.storage = self.target.empty()
 
     def make(self, note: bytes, *, durable: bool) -> None:
@@ -297,29 +297,29 @@ class MemorySibling:
         return self._note
 
     def is_exchanged(self) -> bool | None:
-        """Return whether the sibling holds the old files; None if it wasn't made or was removed."""
+        """Return whether this folder holds the old checkpoint's files; None before `make` and after `remove`."""
         return self._exchanged if self.name in self.target.beside else None
 
     def changed(self) -> float | None:
-        """Return the tick of the last change of a file in the sibling folder; None if it is empty."""
+        """Return the tick (see `MemoryStorage`) of the last change of a file in this folder; None without files."""
         names = self.storage.all_names()
         return max((self.storage.changed(name) or 0.0 for name in names), default=None)
 
     def old_names(self) -> tuple[str, ...]:
-        """Return the names of all old files, which the target has before the exchange and the sibling after it."""
+        """Return the names of the old checkpoint's files, which `exchange` moves from the target to this folder."""
         return (self.storage if self._exchanged else self.target).all_names()
 
     def check_shareable(self, names: Sequence[str]) -> None:
-        """Do nothing, since files in memory can always be shared."""
+        """Do nothing, since files in memory can always be shared (see `share`)."""
 
     def share(self, names: Sequence[str], *, durable: bool) -> tuple[str, ...]:
-        """Add old files to the new folder, without a copy; return the names that other files there already have."""
+        """Add files of the old checkpoint to the new one, without a copy; return names that new files already have."""
         pair = (self.target, self.storage)
         new, old = pair if self._exchanged else pair[::-1]
         return tuple(name for name in names if not new.share(name, old))
 
     def exchange(self, *, durable: bool) -> None:
-        """Exchange the files of the target and the sibling folder."""
+        """Exchange all files of the target, the checkpoint's folder, with those of this folder."""
         with self.target.lock:
             self.target.swap(self.storage)
             self._exchanged = not self._exchanged

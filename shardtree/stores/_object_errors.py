@@ -41,7 +41,8 @@ def without_secrets(text: str, settings: Mapping[str, Any] | None = None) -> str
 
     Args:
         text: Text to show, such as an error's.
-        settings: Settings of a store. Values of secret settings are replaced, here and in the environment.
+        settings: Settings of a store. Known secrets are the values of its secret settings, and those of secret
+            environment variables, such as ``AWS_SECRET_ACCESS_KEY``.
 
     Examples:
         >>> without_secrets("GET https://host/x?sig=abc failed for hunter2hunter2", {"secret_key": "hunter2hunter2"})

@@ -44,7 +44,7 @@ class ObjectStorage:
         store: Store of obstore, which retries failed requests.
         once: The same store without retries, for the request that commits.
         secrets: Settings of the store; messages leave out the values of secret ones.
-        request_scale: Factor by which requests for long files are longer than usual.
+        request_scale: Number of bytes of a request for a long file, as a multiple of the usual number.
     """
 
     url: str
@@ -245,7 +245,10 @@ class ObjectStorage:
         self._put(name, data, "overwrite")
 
     def replace_if(self, name: str, before: bytes | None, data: bytes) -> bool:
-        """Replace a file's content if it is still `before`; return whether that is confirmed (see `Capabilities`)."""
+        """Replace a file's content if it is still `before`; return whether an answer confirms the replacement.
+
+        If `before` is None, create the file if there is none. See `Capabilities` for the meaning of False.
+        """
         if before is None:
             return self._commits(name, data, "create")
         # If this process has read these bytes, the tag that came with them reliably detects changes since then.
@@ -320,7 +323,13 @@ class ObjectStorage:
                     return
 
     def abort_uploads(self, folder: str, is_left: Callable[[str, float], bool]) -> None:
-        """Abort the open uploads in a folder that `is_left` selects, which interrupted saves have left."""
+        """Abort uploads in a folder that interrupted saves left open.
+
+        Args:
+            folder: Folder of the files that were uploaded.
+            is_left: Function that takes a file's name in the folder and the age of its upload in seconds, and returns
+                whether to abort the upload.
+        """
         abort_uploads(self.url, self._path(folder), self.secrets, is_left)
 
     # Errors.

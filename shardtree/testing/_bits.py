@@ -90,7 +90,7 @@ def _element(tensor: torch.Tensor, number: int) -> str:
 
 
 def outline(value: Any) -> Any:
-    """Return a value's content in a form that `==` can compare: types, order and bits count, identity doesn't.
+    """Return a value's content in a form that `==` can compare, by types, order and bits, but not by identity.
 
     Containers, registered classes, dataclasses, tensors and numpy arrays are compared by content, functions by code and
     captured values, anything else by its type and repr.
@@ -123,7 +123,7 @@ def outline(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CallableOutline:
-    """A function as part of an outline; two are equal if the functions have the same code and captured values.
+    """A function in the result of `outline`; two are equal if the functions have the same code and captured values.
 
     Attributes:
         function: Any callable.

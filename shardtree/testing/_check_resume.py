@@ -211,9 +211,11 @@ def resume_problems(
 
 
 def _saved_run(job: _Job, layout: Layout, place: Any, run: Run) -> tuple[_Trained, list[tuple[JobState, JobState]]]:
-    """Run a job that trains and saves; return its states and samples, and (before, after) states of nudged steps.
+    """Run a job that trains and saves, and its nudged steps: steps from the saved state with slightly changed weights.
 
-    A nudged step begins with the saved state, in which the last bits of the weights were changed.
+    Returns:
+        The job's states and samples; and for each nudged step, the state after the last bits of the weights were
+        changed, and the state after the step.
     """
     results = run(_ranks(layout), partial(_train, job, layout, place))
     ranks, nudges = zip(*results, strict=True)
@@ -252,7 +254,11 @@ _Nudged: TypeAlias = list[tuple[Reading, Reading, Reading]]
 
 
 def _train(job: _Job, layout: Layout, place: Any, world: World) -> tuple[_Trained, _Nudged]:
-    """Train, save and train on, on one rank; then train again for each nudged step (see `_saved_run`)."""
+    """Train, save and take further steps, on one rank; then train anew for each nudged step (see `_nudge`).
+
+    Returns:
+        This rank's states and samples of the run that saves; and for each nudged step, the result of `_nudge`.
+    """
     instance = job.build(layout, world)
     states, samples = {}, {}
     for number in range(job.steps + _AFTER):
@@ -300,7 +306,11 @@ def _gathered_run(ranks: Sequence[_Resumed]) -> _Resumed:
 
 
 def _nudged_states(ranks: Sequence[_Nudged], layout: Layout, saved: JobState) -> list[tuple[JobState, JobState]]:
-    """Return the gathered (before, after) states of nudged steps; raise if training again gave another saved state."""
+    """Return, for each nudged step, the job's state before and after it, gathered from the ranks' results of `_nudge`.
+
+    Raises:
+        AssertionError: Training anew up to the save did not give the state `saved` again.
+    """
     pairs = []
     for readings in zip(*ranks, strict=True):
         again, before, after = map(gathered, zip(*readings, strict=True))

@@ -1,4 +1,7 @@
-"""`check_storage`: a storage behaves like memory, and a save that dies leaves a whole checkpoint or none."""
+"""`check_storage`: a storage behaves like memory, and a save that dies leaves a whole checkpoint or none.
+
+The docstring of each check is the promise that it tests; errors print it.
+"""
 
 from __future__ import annotations
 
@@ -267,7 +270,7 @@ _TOGETHER = ("make_folder is_folder remove_folder", "sibling siblings", "replace
 
 
 def _says_what_it_can(storage: Storage, seen: Seen) -> None:
-    """Of capabilities that need each other, a storage has all or none."""
+    """A storage has all or none of the capabilities that need each other."""
     capabilities = can(storage)
     kind = type(capabilities).__name__
     assert isinstance(capabilities, Capabilities), f"they are a {kind}, not st.storage.Capabilities"
@@ -277,7 +280,7 @@ def _says_what_it_can(storage: Storage, seen: Seen) -> None:
 
 
 def _exchanges(storage: Storage, seen: Seen) -> None:
-    """`sibling` is exchanged with the folder in one step."""
+    """The storage's own folder and one that `sibling` makes are exchanged in one step."""
     capabilities = can(storage)
     if capabilities.sibling is None or capabilities.siblings is None:
         return

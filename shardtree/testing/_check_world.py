@@ -1,4 +1,7 @@
-"""`check_world` and its checks of a world: rank numbers, exchanged values, barriers, and errors on every rank."""
+"""`check_world` and its checks of a world: rank numbers, exchanged values, barriers, and errors on every rank.
+
+The docstring of each check is the promise that it tests; errors print it.
+"""
 
 from __future__ import annotations
 
@@ -95,7 +98,7 @@ _PLANTED = "planted by check_world"
 
 
 def _is_told(world: World) -> None:
-    """The function that runs the ranks raises their errors."""
+    """An error on a rank is raised by the function that runs the ranks."""
     # Every rank raises, since a process that is one rank gets only its own errors.
     raise ValueError(f"{_PLANTED} on rank {world.rank}")
 

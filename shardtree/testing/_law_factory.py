@@ -167,7 +167,7 @@ def lens_factories(
     """Return a strategy for factories of a predefined lens, each with a random box of a tensor that fits the lens.
 
     Args:
-        draw: Hypothesis's draw function, which callers don't pass.
+        draw: Draw function that Hypothesis's `composite` passes. Callers omit it, and get a strategy.
         name: Name of an example in `LENS_CASES`.
         dtype: A strategy for dtypes, as in `factories`.
 
@@ -207,16 +207,17 @@ def check_factory(
     - *Merge undoes build*: the built tensors, stored and read back, merge to the original tensor.
     - *Build undoes merge*: if other tensors replace the stored ones, merging them and building again gives the same
       tensors.
-    - *States are cut alike*: a tensor of the same shape, of any dtype and under another key, is built as the same boxes
-      of tensors of the same global shapes.
+    - *States are cut alike*: for a tensor of the same shape, of any dtype and under another key, the factory builds
+      tensors of the same global shapes, cut into the same boxes.
     - *Flat ranges are parts of the whole*: each element of a flat range is stored where the whole tensor stores it.
     - Building doesn't change its argument.
 
     Args:
         factory: Factory with data.
         states: Optimizer states to try; by default two of random bits, in float32 and bfloat16. Elements that the
-            factory does not store, such as a vocabulary's padding, come back as the factory's fill value. So its tensor
-            and the states that you pass must have the fill value there; the default states copy it from the tensor.
+            factory does not store, such as a vocabulary's padding, come back as the factory's fill value. So these
+            elements must have the fill value in the factory's tensor and in the states that you pass; the default
+            states copy it from the tensor.
         flat: Slices of the row-major flattened tensor from which the factory must build too, as for ZeRO.
 
     Raises:
@@ -312,7 +313,7 @@ def check_cut_alike(factory: ShardedTensorFactory, state: ShardedTensorFactory) 
 
 
 def _check_part_of_whole(factory: ShardedTensorFactory, part: slice) -> None:
-    """Raise unless a flat range's elements are stored where the whole tensor stores them."""
+    """Raise unless a factory of only a flat range stores its elements where a factory of the whole tensor does."""
     # Data are the elements' indices, so that each stored value identifies its element.
     numbers = torch.arange(factory.data.numel(), dtype=torch.int64, device="cpu")
     whole = _stored_elements(replace(factory, data=numbers.view(tuple(factory.data.shape))))

@@ -249,11 +249,11 @@ def _check_state(factory: ShardedTensorFactory, tree: Any) -> None:
 
 
 def _wholes(tensors: Mapping[str, torch.Tensor], fronts: Mapping[str, int]) -> list[ShardedTensor]:
-    """Return whole tensors as shards: one for each tensor, or one for each index along its prepended axes.
+    """Return shards that cover whole tensors: one for each index along a tensor's prepended axes, or one without them.
 
     Args:
         tensors: Global tensors, by key.
-        fronts: Number of prepended leading axes of each tensor, by key.
+        fronts: Number of prepended axes of each tensor, by key: leading axes that the shards' own data lack.
     """
     wholes = []
     for key, tensor in tensors.items():

@@ -216,7 +216,18 @@ def _nodes(tree: Any, path: TreePath = ()) -> Iterator[tuple[TreePath, Any, tupl
 def _deviations(
     where: str, found: Any, expected: Any, tolerances: Tolerances, largest: Mapping[str, float]
 ) -> Iterator[Deviation]:
-    """Yield the deviation of each shard that isn't within the tolerances; raise for any other difference."""
+    """Yield the deviation of each shard that isn't within the tolerances.
+
+    Args:
+        where: Beginning of the messages.
+        found: Tree under test.
+        expected: Tree with the right values.
+        tolerances: Allowed deviation of each element.
+        largest: Largest absolute value of each whole tensor, by key, which limits the absolute tolerance.
+
+    Raises:
+        AssertionError: The trees differ in their paths, in a shard's metadata, or in a leaf that isn't a shard.
+    """
     leaves, targets = (dict(leaves_with_paths(apply_factories(tree))) for tree in (found, expected))
     assert leaves.keys() == targets.keys(), f"{where}: found {list(leaves)}, expected {list(targets)}"
     for path, leaf in targets.items():

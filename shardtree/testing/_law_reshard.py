@@ -215,10 +215,11 @@ def _check_trees(trees: RankTrees, targets: RankTrees, reshard: Callable[..., An
 
 
 def _contents(tree: Any) -> tuple[dict[TreePath, Any], dict[TreePath, Any]]:
-    """Return comparable outlines of a tree's leaves, by path.
+    """Return the content of a tree's leaves, by path, in a form that `==` can compare (see `outline`).
 
     Returns:
-        Outlines of the leaves, factories without data; and outlines of the leaves after factories were built.
+        The leaves of the tree itself, where factories are compared without their data; and the leaves after factories
+        were built, without the local objects.
     """
     leaves = [
         (path, leaf.without_data() if isinstance(leaf, ShardedTensorFactory) else leaf)

@@ -110,8 +110,8 @@ class JobState:
 
     Attributes:
         values: Whole values by place, a pair (key, state name).
-        others: Values that differ from `values` on some ranks, by place and then by rank. A tensor is whole here too,
-            with the rank's own elements in it.
+        others: Values that differ from `values` on some ranks, by place and then by rank. A tensor is whole here too:
+            a copy of the one in `values`, with the rank's own elements put in.
         ties: Groups of keys that share one tensor on any rank.
         ranks: Number of ranks.
     """

@@ -59,8 +59,9 @@ def state_problems(found: JobState, known: Known) -> list[ResumeProblem]:
 def _problems_at(place: Place, found: JobState, known: Known) -> Iterator[ResumeProblem]:
     """Yield the problems at one place, a pair (key, state name).
 
-    If all ranks of the saved job agree there, the restored value is compared, and then the value of each rank that
-    deviates from it. Otherwise values are compared rank by rank, if both jobs have the same number of ranks.
+    If the saved job has one value on all ranks, that value is compared with the restored job's main value, in
+    `found.values`, and with the values of single ranks in `found.others`. If the saved job's ranks have different
+    values, each is compared with the restored value of the same rank, unless the jobs' numbers of ranks differ.
     """
     saved = known.saved
     if place in saved.others:
@@ -172,7 +173,7 @@ def _cause_of_another_kind(found: Any, expected: Any) -> str:
 
 
 def _explains(candidate: Any, found: Any, expected: Any) -> bool:
-    """Return whether a candidate explains a wrong value: elements that differ from `expected` are the candidate's."""
+    """Return whether `found` equals `candidate` in all elements in which `found` differs from `expected`."""
     if not _alike(candidate, found):
         return False
     if not isinstance(found, torch.Tensor):
@@ -183,7 +184,10 @@ def _explains(candidate: Any, found: Any, expected: Any) -> bool:
 
 
 def _earlier(place: Place, found: Any, known: Known, rank: int) -> str | None:
-    """Return the cause if a value belongs to another step, or to a job that was not restored; else None."""
+    """Return the cause of a wrong value if it was not restored, or is the value at another step; else None.
+
+    A value was not restored if it is the one that the job had before the load, or zero.
+    """
     expected = known.saved.of(place, rank)
     fresh = known.fresh
     if fresh is not None and place in fresh.values and _explains(fresh.of(place, rank), found, expected):
@@ -200,7 +204,7 @@ def _earlier(place: Place, found: Any, known: Known, rank: int) -> str | None:
 
 
 def _elsewhere(place: Place, found: Any, saved: JobState) -> str | None:
-    """Return the cause if a value belongs to another parameter, or to another state of the same one; else None."""
+    """Return the cause of a wrong value if it is that of another parameter, or of another state; else None."""
     key, state = place
     setting = state.startswith("group[")
     # Single numbers, such as step counts, may be equal by accident.
@@ -218,7 +222,7 @@ def _elsewhere(place: Place, found: Any, saved: JobState) -> str | None:
 
 
 def _rearranged(found: torch.Tensor, expected: torch.Tensor) -> str | None:
-    """Return the cause if a value is the expected one rounded, permuted or scaled; else None."""
+    """Return the cause of a wrong value if it is the expected one rounded, permuted or scaled; else None."""
     if expected.is_floating_point():
         for dtype in _NARROW:
             narrower = dtype.itemsize < expected.dtype.itemsize

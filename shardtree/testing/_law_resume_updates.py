@@ -21,8 +21,8 @@ def update_problems(
 
     Two layouts add numbers in different orders, which changes gradients about as much as changing the last bits of the
     weights does. So the saved job also takes steps from weights with changed last bits (`nudged`), and the change in
-    their updates is measured. The two jobs' updates may differ, in norm, by a multiple of this change. It is large if a
-    gradient is 0 except for rounding errors, and the optimizer divides it by its own size.
+    their updates is measured. The two jobs' updates may differ, in norm, by a multiple of this change. The change is
+    large where gradients consist of rounding errors only, if the optimizer normalises gradients, as Adam does.
 
     Args:
         before: The saved state, from which both jobs take the step.

@@ -1,4 +1,7 @@
-"""The laws of schedules and relays, checked by moving numbered elements as a schedule says."""
+"""Checks of the schedules and relays of resharding plans, which are tried on shards of numbered elements.
+
+A schedule assigns the transfers of a plan to steps. A relay is a rank that passes received elements on to other ranks.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +21,10 @@ _Wants = dict[tuple[int, int], dict[int, int]]  # (key, element) -> rank that ne
 def check_schedule(plan: ReshardPlan, schedule: Schedule) -> None:
     """Raise unless a schedule moves each element of its plan once, in the right order, and in few steps.
 
-    No rank sends and receives more bytes in a step than `max_bytes_in_flight`; no pair of ranks waits although both
-    have room; a relay passes on only what arrived in an earlier step; and in the end every target shard has the right
-    elements. The reference visits every element, so keep shapes small.
+    In each step, the bytes that a rank sends and receives add up to at most `max_bytes_in_flight`. No pair of ranks
+    waits in a step in which an element is ready and both have room for it. A relay passes on only what arrived in an
+    earlier step. In the end, every target shard has the right elements. The reference visits every element, so keep
+    shapes small.
 
     Args:
         plan: The plan.
@@ -117,10 +121,10 @@ def check_moved(plan: ReshardPlan, after: list[Column]) -> None:
 def check_relayed(plan: ReshardPlan, passed_on: ReshardPlan, *, shortest_cut: int = 1) -> None:
     """Raise unless a plan with relays moves the same elements as the plan without, each once from its source.
 
-    Every rank must receive as many bytes as without relays. Ranks that need the same elements must get equal parts of
-    them from the sources. If k ranks need the same elements, and n of these ranks would get them from one source
-    without relays, that source must send the fraction n / k of the elements. Parts may differ by a few rows of a box,
-    or by a few times `shortest_cut`. The reference visits every element, so keep shapes small.
+    Every rank must receive as many bytes as without relays. If k ranks need the same elements, each of them must get a
+    k-th of these elements directly from a source. A source that sends the elements to n of the k ranks in the plan
+    without relays must send n / k of them in the plan with relays. Deviations by a few rows of a box, or by a few times
+    `shortest_cut`, are allowed. The reference visits every element, so keep shapes small.
 
     Args:
         plan: The plan without relays.
@@ -149,7 +153,16 @@ def check_relayed(plan: ReshardPlan, passed_on: ReshardPlan, *, shortest_cut: in
 
 
 def _check_balanced(plan: ReshardPlan, passed_on: ReshardPlan, wants: _Wants, shortest_cut: int) -> None:
-    """Raise unless ranks that need the same elements get equal parts, and no source sends more than its share."""
+    """Raise unless ranks that need the same elements get equal parts, and no source sends more than its share.
+
+    `check_relayed` defines the share, n / k.
+
+    Args:
+        plan: The plan without relays.
+        passed_on: The plan with relays.
+        wants: For each element, the rank that sends it in `plan`, by the rank that needs it.
+        shortest_cut: Argument of `with_relays` for this plan.
+    """
     gets: dict[frozenset[int], Counter[int]] = defaultdict(Counter)
     sends, shares, groups = Counter[int](), defaultdict[int, float](float), set[frozenset[tuple[int, int]]]()
     for row, elements in _moving_elements(passed_on, hop=0):
@@ -179,7 +192,8 @@ def element_numbers(columns: ShardColumns, row: int, keys: tuple[str, ...]) -> C
     Args:
         columns: The shards.
         row: Index of the shard in the columns.
-        keys: Keys of the tensors whose elements get different numbers; tensors with other keys share numbers.
+        keys: Keys of the tensors that the numbers tell apart. Tensors with other keys are numbered as if they were one
+            tensor.
 
     Examples:
         >>> import torch, shardtree as st

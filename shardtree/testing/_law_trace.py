@@ -30,7 +30,8 @@ def check_trace(
 
     - *Traced is eager*: the evaluated trace gives the same tensors as the code, bit for bit.
     - *The same each time*: a second trace of the code equals the first.
-    - *Parts are cuts*: the trace of a box of an output, given the boxes of sources that it reads, gives that box.
+    - *Parts are cuts*: a box of an output, computed from only the parts of sources that it needs, equals that box of
+      the whole output.
     - *The way back*: if the trace has an inverse, the inverse gives back the sources.
 
     Args:
@@ -103,7 +104,8 @@ def check_quantised(
       blocks. The same holds in a trace.
     - *Values and scales are cut together*: the parts of all ranks, put together, are the stored tensors.
     - *Recoding comes back*: a dequantised weight that is quantised again has the same values.
-    - *Scales are the values' own*: dequantised weights are close to the original ones in `expected`.
+    - *Scales are the values' own*: dequantised weights are close to the original ones in `expected`, as they can be
+      only with the right scales.
 
     Args:
         form: The form of the weights.
@@ -111,8 +113,8 @@ def check_quantised(
         held: Function from a box of a weight (a shard without data) to the tensors that your code holds on a rank with
             that box, by key. By default the form cuts the tensors, and skips boxes that would split packed values.
         expected: Original weights, by key; None to leave out the last law.
-        most: Upper bound of an element's error, as a fraction of the largest element of its block: a quarter
-            for FP4 and a sixteenth for FP8 allow rounding by half a step.
+        most: Upper bound of an element's error, as a fraction of the largest element of its block. If elements are
+            rounded by at most half a step, a quarter is enough for FP4, and a sixteenth for FP8.
         same_codes: Whether recoding must give the same codes and scales, not only the same values; for tensors that the
             form itself has quantised.
 

@@ -187,7 +187,7 @@ def layouts(draw: st.DrawFn, global_shape: tuple[int, ...], ranks: int, *, prepe
     """Return a strategy for layouts of every kind; it shrinks to one whole box on rank 0.
 
     Args:
-        draw: Hypothesis's draw function, which callers don't pass.
+        draw: Draw function that Hypothesis's `composite` passes. Callers omit it, and get a strategy.
         global_shape: Shape of the global tensor.
         ranks: Number of ranks; some may hold nothing.
         prepended: Number of prepended leading axes; any number by default.
@@ -239,7 +239,7 @@ def flat_layouts(draw: st.DrawFn, global_shape: tuple[int, ...], ranks: int) -> 
     """Return a strategy for layouts of flat ranges of equal boxes, as with ZeRO; ranges may be empty.
 
     Args:
-        draw: Hypothesis's draw function, which callers don't pass.
+        draw: Draw function that Hypothesis's `composite` passes. Callers omit it, and get a strategy.
         global_shape: Shape of the global tensor.
         ranks: Number of ranks.
 
@@ -263,7 +263,7 @@ def replicas(draw: st.DrawFn, layout: Layout) -> Layout:
     """Return a strategy for layouts with added replicas of pieces on other ranks; it shrinks to no replicas.
 
     Args:
-        draw: Hypothesis's draw function, which callers don't pass.
+        draw: Draw function that Hypothesis's `composite` passes. Callers omit it, and get a strategy.
         layout: Layout without replicas.
 
     Examples:
@@ -329,7 +329,13 @@ def _flat_ranges(volume: int) -> SearchStrategy[list[tuple[int, int] | None]]:
 
 @st.composite
 def _holders(draw: st.DrawFn, pieces: int, ranks: int) -> list[list[tuple[int, ReplicaId]]]:
-    """Return a strategy for the holders of some pieces: for each piece a list of (rank, replica number) pairs."""
+    """Return a strategy for the ranks that hold pieces: for each piece, a list of (rank, replica number) pairs.
+
+    Args:
+        draw: Draw function that Hypothesis's `composite` passes. Callers omit it, and get a strategy.
+        pieces: Number of pieces.
+        ranks: Number of ranks.
+    """
     # The main replica isn't always on the lowest rank, so that code which assumes that fails.
     mains = draw(st.lists(st.integers(0, ranks - 1), min_size=pieces, max_size=pieces))
     copies, stride = draw(st.integers(1, min(ranks, 3))), draw(st.sampled_from([1, ranks - 1]))

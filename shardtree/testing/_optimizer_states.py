@@ -62,10 +62,10 @@ class OptimizerState:
 def optimizer_states(draw: st.DrawFn, *, max_params: int = 3) -> OptimizerState:
     """Return a strategy for optimizer states: moments of any dtype, numbers, Python values, groups.
 
-    Parameters often have the same shape, so that mixing up their states isn't an error by itself.
+    Parameters often have the same shape. A state of the wrong parameter then has the right shape but wrong values.
 
     Args:
-        draw: Hypothesis's draw function, which callers don't pass.
+        draw: Draw function that Hypothesis's `composite` passes. Callers omit it, and get a strategy.
         max_params: Upper bound on the number of parameters.
 
     Examples:
@@ -115,7 +115,7 @@ def optimizer_layouts(draw: st.DrawFn, state: OptimizerState) -> dict[str, Layou
     pipeline parallelism.
 
     Args:
-        draw: Hypothesis's draw function, which callers don't pass.
+        draw: Draw function that Hypothesis's `composite` passes. Callers omit it, and get a strategy.
         state: The optimizer state.
 
     Examples:
@@ -143,9 +143,11 @@ def _layout_of_pieces(draw: st.DrawFn, shape: tuple[int, ...], prepended: int) -
 
 
 def _is_unambiguous(layout: Layout) -> bool:
-    """Return whether a layout has few pieces, and its shards determine how moments and numbers are stored."""
-    # Two cases are excluded: a tensor without elements in several main pieces, which look alike, and flat ranges of
-    # tensors without axes, whose moments are stored like numbers.
+    """Return whether a layout has few pieces, and a parameter's shards show how its optimizer state is stored.
+
+    Two kinds of layouts are excluded: several main pieces of a tensor without elements, which look alike; and flat
+    ranges of a tensor without axes, whose moments are stored like single numbers, such as step counts.
+    """
     mains = sum(piece.replica in (0, (0, 0)) for piece in layout.pieces)
     front, local = layout.global_shape[: layout.prepended], layout.global_shape[layout.prepended :]
     once = prod(local) > 0 or mains == prod(front)
@@ -159,7 +161,7 @@ def even_optimizer_layout(state: OptimizerState, ranks: int) -> dict[str, Layout
     A parameter that cannot be cut evenly is replicated.
 
     Args:
-        state: The optimizer state, without prepended axes.
+        state: An optimizer state whose parameters have no prepended axes: its `prepended` is 0 for all of them.
         ranks: Number of ranks.
 
     Examples:

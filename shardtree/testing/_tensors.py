@@ -141,7 +141,7 @@ def meshes(draw: st.DrawFn, *, max_ranks: int = 8, max_axes: int = 3, simple: bo
     Ranks may be in any order, and begin at any number.
 
     Args:
-        draw: Hypothesis's draw function, which callers don't pass.
+        draw: Draw function that Hypothesis's `composite` passes. Callers omit it, and get a strategy.
         max_ranks: Upper bound on the number of ranks.
         max_axes: Upper bound on the number of axes, up to five.
         simple: Whether ranks count up from 0.
@@ -170,11 +170,12 @@ def meshes(draw: st.DrawFn, *, max_ranks: int = 8, max_axes: int = 3, simple: bo
 def partition_specs(draw: st.DrawFn, shape: tuple[int, ...], mesh: Mesh, *, simple: bool = False) -> PartitionSpec:
     """Return a strategy for specs that fit a tensor and a mesh; it shrinks to one that cuts nothing.
 
-    A tensor axis may be cut by no mesh axis, by one, or by several: jointly, or one after the other as `AxisSplit`. Its
-    size need not be a multiple of the number of parts. With `at`, a tensor is on only some of the ranks.
+    No, one or several mesh axes may cut a tensor axis. Its entry in the spec is None, or a tuple of names or of
+    `AxisSplit`. Its size need not be a multiple of the number of parts. With `at`, a spec puts the tensor on only some
+    of the ranks.
 
     Args:
-        draw: Hypothesis's draw function, which callers don't pass.
+        draw: Draw function that Hypothesis's `composite` passes. Callers omit it, and get a strategy.
         shape: Shape of the tensor.
         mesh: Mesh of the ranks.
         simple: Whether each axis is cut by at most one mesh axis, into equal parts, on all ranks.
@@ -204,7 +205,11 @@ def partition_specs(draw: st.DrawFn, shape: tuple[int, ...], mesh: Mesh, *, simp
 
 
 def _entries(names: list[str]) -> st.SearchStrategy[SpecEntry]:
-    """Return a strategy for the spec entry of a tensor axis that the named mesh axes cut; without names it is None."""
+    """Return a strategy for the entry of one tensor axis in a spec.
+
+    Args:
+        names: Names of the mesh axes that cut the tensor axis; without names, the entry is None.
+    """
     if not names:
         return st.none()
     splits = st.tuples(*(st.builds(AxisSplit, st.just(name), st.sampled_from([1, 2, 3])) for name in names))
@@ -237,7 +242,7 @@ def mesh_cases(draw: st.DrawFn, *, max_ranks: int = 12, max_axes: int = 2) -> Me
     A rank may hold one box of a tensor, several, or none.
 
     Args:
-        draw: Hypothesis's draw function, which callers don't pass.
+        draw: Draw function that Hypothesis's `composite` passes. Callers omit it, and get a strategy.
         max_ranks: Upper bound on the number of ranks of the mesh.
         max_axes: Upper bound on the number of axes of a tensor.
 

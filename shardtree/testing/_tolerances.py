@@ -65,7 +65,8 @@ class Tolerances:
 
         Args:
             dtype: The dtype of the elements.
-            largest: Largest absolute value in the whole tensor; None for the dtype's own `atol`.
+            largest: Largest absolute value in the whole tensor. The dtype's default absolute tolerance is reduced to
+                the default relative tolerance times this value, if that is less; None for no reduction.
         """
         if not (dtype.is_floating_point or dtype.is_complex) or not torch_converts(dtype, _wide(dtype)):
             return 0.0, 0.0
@@ -81,7 +82,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def largest_element(tensor: torch.Tensor) -> float:
-    """Return the largest finite absolute value of a tensor; 0 if it has none, or is compared bit for bit.
+    """Return the largest finite absolute value of a tensor; 0 if it has none, or if its dtype isn't in `DEFAULTS`.
 
     Examples:
         >>> largest_element(torch.tensor([1.5, -2, float("inf"), float("nan")])), largest_element(torch.tensor([3]))
@@ -118,8 +119,8 @@ def deviation(
         found: The tensor under test.
         expected: The reference, of the same dtype and shape.
         tolerances: Allowed deviation of each element.
-        largest: The `largest_element` of the whole tensor, if `expected` is a shard of it; by default that of
-            `expected`.
+        largest: Largest finite absolute value of the whole tensor, if `expected` is a shard of it; it limits the
+            absolute tolerance. By default it is taken from `expected`.
 
     Examples:
         >>> one = torch.tensor([1.0, 2.0])

@@ -15,12 +15,12 @@ from ..shell.storage import Buffer, Function, Sibling, Storage, around
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call of a storage's method, or of its sibling's.
+    """A call of a method of a storage, or of a `Sibling`, the folder that a save fills beside the storage's own folder.
 
     Attributes:
         number: Number of the call, from 0.
         method: Name of a method of `Storage` or `Capabilities`; or of a `Sibling`, such as ``sibling.exchange``.
-        name: Name of the file or folder; for a method of a sibling, name of the save that makes the sibling.
+        name: Name of the file or folder; for a method of a `Sibling`, name of the save.
     """
 
     number: int

@@ -1,4 +1,4 @@
-"""Boxes of sources that moves read, since plans, files and other ranks are asked for boxes.
+"""The boxes that moves read from sources: plans, files and other ranks are asked for these boxes.
 
 A `Move` copies elements by strided loops, from a flat source, its root, to a flat destination.
 """
@@ -31,13 +31,15 @@ def covering_box(move: Move, shape: tuple[int, ...]) -> tuple[Box, Strided]:
 
 
 def tight(move: Move, shape: tuple[int, ...], most: int = MOST) -> Iterator[tuple[Box, Move]]:
-    """Split a move into parts that each read all elements of a box, and yield these as (box, part).
+    """Split a move into parts, and yield pairs (box, part): each part reads all elements of its box.
+
+    If this takes more than about `most` parts, there are fewer parts, with larger boxes. A larger box also contains
+    elements that its part doesn't read.
 
     Args:
         move: Move from a dense tensor.
         shape: Shape of that tensor.
-        most: Approximate upper bound of the number of parts. If it does not suffice, boxes also contain elements that
-            the parts don't read.
+        most: Approximate upper bound of the number of parts.
     """
     box, _ = covering_box(move, shape)
     if most <= 1 or prod(box.shape) == prod([count for count, _, step in move.loops if step]):
@@ -48,7 +50,15 @@ def tight(move: Move, shape: tuple[int, ...], most: int = MOST) -> Iterator[tupl
 
 
 def _divided(move: Move, shape: tuple[int, ...], most: int) -> Iterator[tuple[Move, int]]:
-    """Split a move at ends of rows or along a loop; yield each part with the number of boxes that it may have."""
+    """Split a move, and yield pairs: a part, and the upper bound of the number of boxes for this part.
+
+    A run of elements that extends beyond the end of a tensor's row is split there. Other moves are split along a loop.
+
+    Args:
+        move: Move from a dense tensor.
+        shape: Shape of that tensor.
+        most: Upper bound of the number of boxes for the whole move.
+    """
     for which, (count, to, at) in enumerate(move.loops):
         others = move.loops[:which], move.loops[which + 1 :]
         row = min([step for step in dense(shape).stride if step > at > 0], default=0)
@@ -83,10 +93,10 @@ def _divided(move: Move, shape: tuple[int, ...], most: int) -> Iterator[tuple[Mo
 
 
 class View(NamedTuple):
-    """A strided view of a dense tensor with the elements of a box.
+    """The part of a dense destination that gets the elements of a source's box, as a strided view.
 
     Attributes:
-        at: Offset of the box's first element in the dense tensor.
+        at: Offset of the box's first element in the destination.
         steps: Stride along each of the box's axes; 0 for an axis of length 1.
     """
 
@@ -127,7 +137,7 @@ def into_box(move: Move, shape: tuple[int, ...], outer: Box, root: Any) -> Move:
         move: Move from the source.
         shape: Shape of the source.
         outer: Box of the source that contains all elements that the move reads.
-        root: Root of the new move.
+        root: Name of the box, which becomes the new move's root.
     """
     box, inner = covering_box(move, shape)
     weights, strides = dense(box.shape).stride, dense(outer.shape).stride
@@ -169,8 +179,8 @@ def reads_of(
         sources: Shape and dtype of each source, by name.
         moves: Moves from the sources.
         most: Approximate upper bound of the number of boxes for one move.
-        keep_views: Whether two boxes that are strided views of the destination stay separate if the joined box would
-            not be one; None if views are not needed at all.
+        keep_views: Whether two boxes that both have a strided view in the destination (`View`) are joined only if the
+            joined box has one, too; None if no views are needed.
     """
     views_of: dict[str, dict[Box, View | None]] = defaultdict(dict)
     for move in leaves(moves):
@@ -193,12 +203,13 @@ def merged(
     """Join boxes that touch or overlap along one axis.
 
     Args:
-        items: Pairs of a box and the destination's strided view of it; the view is None if there is none.
+        items: Pairs of a box of a source and the `View` of the destination that gets its elements; None for a box
+            without such a view.
         keep_views: Whether two boxes with views are joined only if the joined box has a view, too.
 
     Returns:
-        The joined boxes, sorted; for each item, the index of the joined box that contains it; and the destination's
-        views of the joined boxes.
+        The joined boxes, sorted; for each item, the index of the joined box that contains it; and the `View` of each
+        joined box, or None.
 
     Examples:
         >>> merged([(Box((2, 0), (2, 4)), None), (Box((0, 0), (2, 4)), None), (Box((6, 0), (1, 4)), None)])[:2]
@@ -233,7 +244,18 @@ def _merged_along(items: list[Item], axis: int, keep_views: bool) -> tuple[list[
 
 
 def _both(one: Item, other: Item, axis: int, keep_views: bool) -> Item | None:
-    """Join two boxes along an axis on which the second does not begin earlier; return None if they stay separate."""
+    """Join two boxes along an axis, and return the joined box with its view; None if they stay separate.
+
+    Boxes stay separate if there is a gap between them. With `keep_views`, they also stay separate if both have a view
+    and the joined box would have none.
+
+    Args:
+        one: First box, and its view.
+        other: Second box, and its view. On the axis, it does not begin before the first box; on all other axes, both
+            boxes are equal.
+        axis: Axis along which the boxes are joined.
+        keep_views: Argument of `merged`.
+    """
     (box, view), ((offset, shape), more) = one, other
     long, gap = box.shape[axis], offset[axis] - box.offset[axis]
     if gap > long:

@@ -103,7 +103,7 @@ class Tracer(torch.Tensor):
 class Number(Tracer):
     """Result of ``item()`` for a traced tensor of one element: it can fill tensors; other uses of a number are refused.
 
-    In other uses, it would promote dtypes as a tensor without axes does, and Python's numbers promote them differently.
+    They are refused because this tensor without axes and the real result, a Python number, promote dtypes differently.
     """
 
 
@@ -114,7 +114,7 @@ def number_of(tracer: Tracer) -> Number:
 
 
 def become(tensor: torch.Tensor, tracer: Tracer) -> None:
-    """Turn a tensor into a tracer, when code sets its ``.data`` to this tracer; a parameter keeps its attributes."""
+    """Turn a tensor or Parameter into a tracer in place, for ``tensor.data = tracer``; its attributes stay."""
     is_parameter = isinstance(tensor, torch.nn.Parameter)
     new = torch.nn.Parameter(tracer, requires_grad=False) if is_parameter else tracer.detach()
     new.__dict__.update({word: value for word, value in tensor.__dict__.items() if word not in new.__dict__})
@@ -161,9 +161,11 @@ def meta_of(value: Any) -> Any:
 class Cells(TorchDispatchMode):
     """Record of all storages' elements in one run, with reads and writes; `RecordingMode` adds torch's operations.
 
+    A source is an input of the traced code. An ordinary tensor is no `Tracer`: it has memory, except on meta.
+
     Attributes:
-        cells: Cells of ordinary storages, by their addresses.
-        lent: Storages whose memory the code gave to other objects, by address, with the function and line that did.
+        cells: Cells of the storages of ordinary tensors, by the storages' addresses.
+        lent: Storages whose memory the code gave to other objects, by address: (weak reference, function and line).
         refusals: Refusals of the run.
     """
 
@@ -228,7 +230,7 @@ class Cells(TorchDispatchMode):
         return cell
 
     def as_tracer(self, value: Any) -> Any:
-        """Return an ordinary tensor as a tracer of its cell; a value without a cell stays as it is."""
+        """Return a tracer for an ordinary tensor whose storage has a cell (its record); any other value unchanged."""
         if not isinstance(value, torch.Tensor) or isinstance(value, Tracer) or (cell := self.find_cell(value)) is None:
             return value
         meta = torch.empty(cell.numel, dtype=value.dtype, device="meta")
@@ -258,7 +260,7 @@ class Cells(TorchDispatchMode):
         return constant_of(moves, Kind(tuple(tensor.shape), tensor.dtype))
 
     def _read_as(self, cell: MemoryCell, dtype: torch.dtype) -> None:
-        """Reinterpret a cell's elements, constants on meta, as elements of a dtype of another size."""
+        """Change a cell's elements in place to a dtype of another size; refuse unless they are constants on meta."""
         value = None if cell.before is not None else constant_of(cell.writes, Kind((cell.numel,), cell.dtype))
         if value is None or cell.numel > MOST_KNOWN:
             self.refuse("a view as a dtype of another size", [], why=OTHER_SIZE)
@@ -268,13 +270,13 @@ class Cells(TorchDispatchMode):
     def exchange(
         self, into: torch.Tensor, holes: Sequence[Move], moves: Sequence[Move], *, keeps: bool = False
     ) -> None:
-        """Record a write, which replaces elements of a storage.
+        """Record a write: new elements replace old ones in a storage.
 
         Args:
-            into: View of the storage.
-            holes: Positions of the replaced elements in the storage, as moves that are nested (see `is_nested`).
-            moves: Moves of the new elements to these positions; the elements have the view's dtype.
-            keeps: Whether the new elements are computed from the old ones, which then aren't lost.
+            into: Any view of the storage.
+            holes: Nested moves (see `is_nested`) whose destinations are the overwritten positions of the storage.
+            moves: Moves that write the new elements, in the view's dtype, to these positions.
+            keeps: Whether the new elements are computed from the old ones, which then don't count as lost.
         """
         view, cell = into.meta if isinstance(into, Tracer) else into, self.cell(into)
         if cell.keep is not None and cell.keep._cdata in self.lent:
@@ -292,7 +294,7 @@ class Cells(TorchDispatchMode):
     # Ownership of memory.
 
     def held(self, tensor: torch.Tensor) -> MemoryCell | None:
-        """Return the cell of a tensor whose recorded elements are not in its memory; None for other tensors."""
+        """Return the cell of a tensor whose present elements are only in the record, not in memory; else None."""
         if isinstance(tensor, Tracer) or not is_ordinary(tensor):
             return tensor.cell if isinstance(tensor, Tracer) else None
         with torch._C.DisableTorchFunction():
@@ -306,20 +308,20 @@ class Cells(TorchDispatchMode):
                 self.cells.pop(tensor.untyped_storage()._cdata, None)
 
     def own(self, tensor: torch.Tensor) -> None:
-        """Note that the traced code created a tensor's memory, and may therefore change it."""
+        """Record that the traced code created a tensor's memory, and may therefore change it."""
         if is_ordinary(tensor):
             with self.lock, torch._C.DisableTorchFunction():
                 storage = tensor.untyped_storage()
                 self.own_storages.setdefault(storage._cdata, _weak_reference(storage))
 
     def is_own(self, tensor: torch.Tensor) -> bool:
-        """Return whether the code created an ordinary tensor's memory, or shares it, and so may change it."""
+        """Return whether the code may change a tensor's memory: memory that it created, or gave to other objects."""
         with self.lock, torch._C.DisableTorchFunction():
             storage = tensor.untyped_storage()._cdata
             return storage in self.own_storages or storage in self.lent
 
     def lend(self, tensor: torch.Tensor, name: str) -> None:
-        """Note that the function of this name gives a tensor's memory to other objects, which may then change it."""
+        """Record that a function, called `name`, gives a tensor's memory to other objects, which may then change it."""
         if is_ordinary(tensor) and tensor.device.type != "meta":
             if self.held(tensor) is not None:
                 self.refuse(name, [tensor])
@@ -331,11 +333,11 @@ class Cells(TorchDispatchMode):
     # Refusals.
 
     def names(self, tensors: Sequence[torch.Tensor]) -> str:
-        """Return the names of sources that have elements in some tensors, for a message."""
+        """Return the names of the sources (inputs of the code) that have elements in the given tensors, as text."""
         return self.names_in([cell for tensor in tensors if (cell := self.find_cell(tensor)) is not None])
 
     def names_in(self, cells: Sequence[MemoryCell]) -> str:
-        """Return the names of sources that have elements in some cells, for a message."""
+        """Return the names of the sources (inputs of the code) that have elements in the given cells, as text."""
         moves = (move for cell in cells for move in cell.writes if not isinstance(move.root, Constant))
         roots = dict.fromkeys(repr(str(move.root)) for move in moves)
         return ", ".join(shorten(roots, shown=3)) or "a new tensor"
@@ -345,7 +347,7 @@ class Cells(TorchDispatchMode):
         return not isinstance(tensor, Tracer) and tensor.is_meta and not self.has_sources(tensor)
 
     def has_sources(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor's memory has elements of sources."""
+        """Return whether a tensor's storage holds recorded elements of sources, the inputs of the traced code."""
         cell = self.find_cell(tensor)
         return cell is not None and not all(isinstance(move.root, Constant) for move in cell.writes)
 
@@ -382,11 +384,10 @@ class Cells(TorchDispatchMode):
         self.refusals.refuse(name, f"{name} needs elements of a tensor on the meta device, which has none", fix)
 
     def refuse_write(self, lent: str, moves: Sequence[Move]) -> NoReturn:
-        """Raise the error for a write of traced values to memory that the code gave to another object, `lent`.
+        """Raise the error for a write of traced values to memory that the call `lent` gave to another object.
 
         Raises:
-            TraceError: always; the error names the sources, the function and line that gave the memory away, and the
-                caller's.
+            TraceError: always; the error names the sources, `lent` and the line that writes.
         """
         roots = ", ".join(shorten(dict.fromkeys(repr(str(move.root)) for move in moves), shown=3)) or "a number"
         fix = "Write to a new tensor; or give away a copy of the memory, or for comparisons its data_ptr(), instead."

@@ -1,4 +1,4 @@
-"""Constants on the meta device: their elements are recorded, as it has no memory, and operations run on the CPU."""
+"""Constants on the meta device, which has no memory: the record keeps their elements, and the CPU computes on them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ _OF_ELEMENTS = EXACT | {"clone", "_to_copy"}
 
 
 def note_constants(record: Cells, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
-    """Record the elements of an operation's new tensors on meta, unless they are random, unknown or too many."""
+    """Record the elements of the meta tensors that an operation, such as ``torch.arange``, returns.
+
+    Nothing is recorded if the elements are unwritten, random, too many, or computed from unknown ones.
+    """
     name = operator_name(func)
     tensors = tensors_in([result])
     if name in EMPTY or torch.Tag.nondeterministic_seeded in func.tags or not any(new.is_meta for new in tensors):
@@ -91,7 +94,10 @@ def computed(record: Cells, func: Any, args: Sequence[Any], kwargs: Mapping[str,
 
 
 def _given(record: Cells, value: Any) -> Any:
-    """Return a computed value; a tensor is noted as the traced code's own, and has memory for all elements."""
+    """Return a value that was computed on the CPU; if it is a tensor, record that the traced code may change it.
+
+    A tensor that repeats one number is copied first, so that the code may write to each element.
+    """
     if isinstance(value, torch.Tensor):
         with torch._C._DisableTorchDispatch():
             value = value.contiguous() if value.numel() > 1 and not any(value.stride()) else value
@@ -100,7 +106,9 @@ def _given(record: Cells, value: Any) -> Any:
 
 
 def change_constants(record: Cells, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """Record an in-place operation on constants; if elements are unknown or random, its destinations become unwritten.
+    """Record an in-place operation on constants.
+
+    If some of the elements are unknown, or the operation is random, the changed tensors count as never written.
 
     Returns:
         The tensors that the operation changes.

@@ -1,6 +1,7 @@
 """Differences between two traces.
 
-Each move of one trace is composed with the other trace, to see where that one takes the same elements from.
+A trace has moves for each output; a `Move` copies elements to the output from its root, such as a source. For each move
+of one trace, the other trace's moves to the same elements are found, and the origins of these elements are compared.
 """
 
 from __future__ import annotations
@@ -95,12 +96,12 @@ def same(one: Moves, other: Moves) -> bool:
 
 
 def _same(piece: Move, move: Move) -> bool:
-    """Return whether two traces write equal elements to the same places of an output.
+    """Return whether two traces write equal elements to the same positions of an output.
 
     Args:
-        piece: Composition of the other trace's move with the reversed `move`. It reads the other trace's root, and
-            writes to the places in the root of `move` whose elements go to the same places of the output.
-        move: Move of this trace.
+        piece: Move that relates the elements' origins: it reads them in the root of the other trace's move, and writes
+            them to their positions in the root of `move`.
+        move: Move of this trace to these positions of the output.
     """
     mine, theirs = move.root, piece.root
     if isinstance(mine, str) or isinstance(theirs, str):

@@ -73,12 +73,13 @@ def gone_through(value: torch.Tensor, via: Sequence[Callable[[torch.Tensor], tor
 
 
 def operand_moves(operand: Operand, move: Move) -> list[Move]:
-    """Return the moves that fill a dense tensor with the elements of an operand that a move needs.
+    """Return the moves into a dense tensor that gets one part of an operand: the elements that `move` needs.
+
+    The dense tensor has the shape ``move.size``, or no axes if the operand has none.
 
     Args:
         operand: Operand of a computed tensor.
-        move: Move that reads a part of the computed tensor. The dense tensor has its size; if the operand has no axes,
-            one element.
+        move: Move that reads a part of the computed tensor.
     """
     if operand.alone:
         return list(operand.moves)
@@ -88,7 +89,7 @@ def operand_moves(operand: Operand, move: Move) -> list[Move]:
 
 
 def leaves(moves: Iterable[Move]) -> Iterator[Move]:
-    """Yield all moves that read a source, either directly or for an operand of a computed tensor."""
+    """Yield all moves that read a source: given ones and, recursively, those that fill operands of computed tensors."""
     for move in moves:
         if isinstance(move.root, str):
             yield move

@@ -43,7 +43,7 @@ def known(
     """Return an operation's positional and keyword arguments, with all indices as ordinary tensors on the CPU.
 
     Raises:
-        TraceError: an index has elements of sources, or unknown elements.
+        TraceError: an index is computed from inputs of the traced code, or has unknown elements.
     """
     places = zip(func._schema.arguments, args, strict=False)
     take = partial(_known, record, func)
@@ -206,7 +206,10 @@ def _by_number(record: Cells, func: Any, tensor: torch.Tensor, *args: Any, **kwa
 
 
 def _gathering(rule: Rule) -> Rule:
-    """Wrap a rule: indices must be known, and an operation that is left without traced tensors is simply executed."""
+    """Return a rule that first replaces indices by ordinary tensors (see `known`), and then calls the given rule.
+
+    If no argument is traced then, the operation is executed instead of recorded.
+    """
 
     def gathering(record: Cells, func: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         args, kwargs = known(record, func, args, kwargs)

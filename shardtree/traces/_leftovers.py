@@ -53,7 +53,7 @@ def _has_fields(value: Any) -> bool:
 
 
 def note_module(record: Cells, module: torch.nn.Module) -> None:
-    """Note a module's state, before the code changes it for the first time."""
+    """Remember a module's state for `put_back`, before the code changes it for the first time."""
     if id(module) not in record.modules:
         record.modules[id(module)] = module, _held(vars(module))
         for table in _TABLES:
@@ -65,7 +65,7 @@ def note_module(record: Cells, module: torch.nn.Module) -> None:
 
 
 def note_data(record: Cells, tensor: torch.Tensor) -> None:
-    """Note a tensor's data, before the code replaces it or turns the tensor into another view in place."""
+    """Remember a tensor's data for `put_back`, before the code replaces it or makes the tensor another view."""
     with torch._C.DisableTorchFunction():  # an uninitialised parameter would refuse `detach`
         record.undo.append(partial(_set_data, tensor, tensor.detach()))
 

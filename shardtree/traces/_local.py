@@ -20,12 +20,12 @@ from ._trace import Trace, check_kinds, evaluated
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Local:
-    """The trace of one output, or of a box of it, from the boxes of sources that it needs.
+    """A trace that makes one output, or one box of an output, and whose sources are boxes of the original sources.
 
     Attributes:
-        boxes: Boxes that the output needs, each with its source's name.
+        boxes: Boxes that the output needs, as pairs (name of the original source, box).
         trace: Trace from the boxes to the output; its sources are named by the boxes' indices.
-        views: The output's view of each box, or None if the box must be copied.
+        views: For each box, the strided view of the output that gets its elements, or None if the box must be copied.
     """
 
     boxes: tuple[tuple[str, Box], ...]
@@ -57,6 +57,8 @@ def localized(
 ) -> Local:
     """Return the trace that makes a box of one output from the boxes of sources that it reads.
 
+    Adjacent boxes of a source are joined.
+
     Args:
         trace: Trace of all outputs.
         name: Name of the output.
@@ -64,8 +66,8 @@ def localized(
         shape: Shape of the box.
         most: Approximate upper bound of the number of boxes for each move. A move that would need more gets larger
             boxes, which also contain elements that it does not read.
-        keep_views: Whether two boxes, each a strided view of the output, stay apart if the joined box would be no such
-            view; None if no views are needed.
+        keep_views: Whether two boxes that both have a strided view in the output (`Local.views`) are joined only if the
+            joined box has one, too; None if no views are needed.
     """
     part = trace.narrow({name: (offset, shape)})
     reads = reads_of(part.sources, part.moves[name], most, keep_views=keep_views)
@@ -80,7 +82,15 @@ def localized(
 def _from_boxes(
     moves: Sequence[Move], part: Trace, reads: Reads, numbers: Mapping[tuple[str, Box], int], most: int
 ) -> Iterator[Move]:
-    """Yield moves from sources, rewritten as moves from the boxes that are read."""
+    """Yield the moves from boxes of sources that replace given moves from whole sources.
+
+    Args:
+        moves: Moves from whole sources.
+        part: Trace to which the moves belong.
+        reads: Boxes that the moves read.
+        numbers: Number of each box, by (source's name, box); it becomes the name of the box as a source.
+        most: Approximate upper bound of the number of boxes for each move, as for `reads`.
+    """
     for move in moves:
         if isinstance(move.root, str):
             for box, piece in tight(move, part.sources[move.root].shape, most):

@@ -38,12 +38,12 @@ class Watch(TorchFunctionMode):
         return rule(self.record, func, args, kwargs or {})
 
     def show(self, name: str, func: Callable[..., Any], args: Args, kwargs: Options) -> Any:
-        """Return the result of a function that torch passes to no mode; `SHOWN` has its rule, by name."""
+        """Handle a call that torch shows to no function mode: let ``SHOWN[name]`` make it, and return its result."""
         return func(*args, **kwargs) if self.record.is_done else SHOWN[name](self.record, func, args, kwargs)
 
 
 def _check(record: Cells, func: Callable[..., Any], values: Sequence[Any]) -> None:
-    """Raise if a tensor among arguments holds traced values, which the function would read from its memory."""
+    """Raise if tensors among a function's arguments hold traced values, which the function wouldn't find in memory."""
     if holders := [tensor for tensor in tensors_in(values) if record.held(tensor) is not None]:
         record.refuse(_name(func), holders)
 
@@ -84,7 +84,10 @@ def _read_number(record: Cells, func: Callable[..., Any], args: Args, kwargs: Op
 
 
 def _read_lists(record: Cells, func: Callable[..., Any], args: Args, kwargs: Options) -> Any:
-    """Make a tensor from data. Tensors in lists are checked here, since they don't reach the dispatcher."""
+    """Make a tensor from data, as `torch.tensor` does; refuse lists with tensors of traced values.
+
+    Torch reads tensors in lists without its dispatcher, so that they couldn't be recorded.
+    """
     _check(record, func, [value for value in (*args, *kwargs.values()) if isinstance(value, (list, tuple, Number))])
     result = func(*args, **kwargs)
     if isinstance(result, torch.Tensor) and result.is_meta and is_ordinary(result):
@@ -102,7 +105,11 @@ def _read_lists(record: Cells, func: Callable[..., Any], args: Args, kwargs: Opt
 
 
 def _read_index(record: Cells, func: Callable[..., Any], args: Args, kwargs: Options) -> Any:
-    """Index by lists, which torch converts to tensors; on the meta device, their elements would be lost."""
+    """Read or write indexed elements of a tensor; refuse indices that are lists of traced values.
+
+    For a tensor on meta, lists of numbers become tensors on the CPU first, since torch would make meta tensors of them,
+    which have no elements.
+    """
     tensor, index, *value = args
     if isinstance(index, (list, tuple)):
         _check(record, func, [item for item in index if isinstance(item, (list, tuple))])
@@ -162,14 +169,21 @@ def _place(record: Cells, func: Callable[..., Any], args: Args, kwargs: Options)
 
 
 def _interface(record: Cells, func: Callable[..., Any], args: Args, kwargs: Options) -> Any:
-    """Return ``__cuda_array_interface__``, which gives away memory on a GPU; tensors on the CPU lack it."""
+    """Return ``__cuda_array_interface__``, and record that other code got access to the memory on the GPU.
+
+    Raises:
+        AttributeError: the tensor is on the CPU; torch raises it too.
+    """
     if args[0].device.type == "cpu":
         raise AttributeError("__cuda_array_interface__")
     return _give(record, func, args, kwargs)
 
 
 def _storage(record: Cells, func: Callable[..., Any], args: Args, kwargs: Options) -> Any:
-    """Return a proxy of a storage, whose memory counts as given away once code uses more than its identity."""
+    """Return a tensor's storage; for traced code it is a proxy, a `LentStorage`.
+
+    Once the code uses more of the proxy than facts such as its address and size, the memory counts as given to others.
+    """
     tensor = args[0]
     is_untyped = func is _T.untyped_storage
     if not is_ordinary(tensor) or tensor.device.type == "meta" or (is_untyped and is_asked_by_torch()):
@@ -182,7 +196,7 @@ def _storage(record: Cells, func: Callable[..., Any], args: Args, kwargs: Option
 
 
 def _take(record: Cells, func: Callable[..., Any], args: Args, kwargs: Options) -> Any:
-    """Make a tensor from memory that other objects share."""
+    """Make a tensor from the memory of another object, as `torch.frombuffer` does, and record that they share it."""
     result = func(*args, **kwargs)
     record.own(result)
     record.lend(result, _name(func))
@@ -190,7 +204,7 @@ def _take(record: Cells, func: Callable[..., Any], args: Args, kwargs: Options) 
 
 
 def _describe(record: Cells, func: Callable[..., Any], args: Args, kwargs: Options) -> Any:
-    """Return a tensor's text; with traced values, a text without elements."""
+    """Return the text of the tensor ``args[0]``, as ``repr`` or ``format`` does; traced values aren't shown."""
     cell = record.held(args[0])
     return func(*args, **kwargs) if cell is None else f"Tracer({record.names_in([cell])}, {kind_of(args[0])})"
 

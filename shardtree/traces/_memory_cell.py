@@ -1,4 +1,7 @@
-"""The elements of one storage while code runs: moves from sources and constants, and moves that were overwritten."""
+"""The record of one storage's elements while traced code runs: their origins, and overwritten ones.
+
+A move (`Move`) is a strided copy into the flat storage. It reads a root: a source, a constant or a computed tensor.
+"""
 
 from __future__ import annotations
 
@@ -19,19 +22,22 @@ MOST_KNOWN = 1 << 26
 
 
 class MemoryCell:
-    """The elements of a storage while code runs.
+    """The record of a storage's elements while traced code runs.
+
+    The storage belongs to tracers alone, or to an ordinary tensor (see `is_ordinary`), such as a parameter.
 
     Attributes:
         numel: Number of elements of the storage.
-        dtype: Dtype in which elements are counted: that of the first tensor that was seen to use the storage.
-        writes: Moves of the present elements.
-        overwritten: Moves of sources' elements that were lost: replaced by elements that aren't computed from them.
-        used: Reads of the present elements.
-        keep: Storage of an ordinary tensor; None for other cells.
-        before: Elements of an ordinary tensor when the run first met it.
-        is_ahead: Whether the writes are newer than an ordinary tensor's memory, which must not be read then.
-        versions: Triples (tensor, version, changes) for ordinary tensors that were met or written: torch's version
-            counter at that time, and the number of later changes that the record made itself.
+        dtype: Dtype in which elements are counted; at first that of the first tensor that used the storage.
+        writes: Moves that have written the present elements.
+        overwritten: Moves of lost elements: a later write replaced them by elements that are neither copies of them nor
+            computed from them. Moves from constants are left out.
+        used: Moves that read present elements, such as those of views that were copied.
+        keep: Ordinary tensor's storage, a torch object; None for a storage of tracers.
+        before: Constant with the elements of an ordinary tensor at the time when its record began; None for others.
+        is_ahead: Whether there are writes that an ordinary tensor's memory lacks, so that it must not be read.
+        versions: Triples (tensor, version, changes) for ordinary tensors: torch's version counter when an operation was
+            recorded, and the number by which this operation increases it.
     """
 
     __slots__ = ("before", "dtype", "is_ahead", "keep", "numel", "overwritten", "used", "versions", "writes")
@@ -45,12 +51,12 @@ class MemoryCell:
         self.versions: list[tuple[torch.Tensor, int, int]] = []
 
     def note_overwritten(self, old: Iterable[Move], holes: Sequence[Move], moves: Iterable[Move]) -> None:
-        """Add to `overwritten` the moves whose elements a write destroys.
+        """Add to `overwritten` the old elements that a write loses.
 
         Args:
-            old: Moves that the write has removed.
-            holes: Places that are written, as moves into them.
-            moves: New moves into these places.
+            old: Moves of the old elements, which are no longer in `writes`.
+            holes: Identity moves on the flat indices that are written.
+            moves: Moves of the new elements to these indices.
         """
         lost = [move for move in old if not isinstance(move.root, Constant)]
         self.overwritten += _without_kept(lost, self.used, moves) if lost and self.used else lost
@@ -58,12 +64,17 @@ class MemoryCell:
             self.used = Moves(holes).find(self.used)[1]
 
     def note(self, tensor: torch.Tensor, changes: int = 0) -> None:
-        """Note a tensor's version counter, and the number of changes that the record is about to make."""
+        """Note an ordinary tensor's version counter in `versions`.
+
+        Args:
+            tensor: Tensor that uses the storage.
+            changes: Number by which the operation that is being recorded increases the counter.
+        """
         if self.keep is not None and not tensor.is_inference():  # those have no counter
             self.versions.append((tensor, tensor._version, changes))
 
     def was_changed(self) -> bool:
-        """Return whether an ordinary tensor was changed more often than the record knows."""
+        """Return whether the version counter of an ordinary tensor has increased by more than the noted changes."""
         known: dict[int, tuple[int, int]] = {}  # by counter now: lowest one before, and changes
         for tensor, before, changes in self.versions:
             # A parameter whose data were replaced no longer has this memory.
@@ -74,7 +85,7 @@ class MemoryCell:
 
 
 def constant_move(elements: torch.Tensor) -> Move:
-    """Return the move of a flat constant; if all elements are equal, only one is stored."""
+    """Return the move that copies a flat tensor from a `Constant`; if all elements are equal, it stores only one."""
     count = elements.numel()
     values = as_integers(elements)  # by bits: 0.0 isn't -0.0
     rows = values if elements.itemsize < 16 else bits(elements).reshape(count, -1)
@@ -84,9 +95,13 @@ def constant_move(elements: torch.Tensor) -> Move:
 
 
 def constant_of(moves: Moves, kind: Kind) -> torch.Tensor | None:
-    """Return the dense tensor that moves from constants fill.
+    """Return a dense tensor whose elements all come from constants; None if some are unwritten or come from elsewhere.
 
-    None if elements are unwritten or come from elsewhere, or if more than `MOST_KNOWN` elements are not all equal.
+    A tensor of more than `MOST_KNOWN` elements must also consist of one repeated element; otherwise None.
+
+    Args:
+        moves: Moves into the flat tensor.
+        kind: Shape and dtype of the tensor.
     """
     if moves.numel < kind.numel or not all(isinstance(move.root, Constant) for move in moves):
         return None
@@ -100,7 +115,15 @@ def constant_of(moves: Moves, kind: Kind) -> torch.Tensor | None:
 
 
 def _without_kept(old: Sequence[Move], used: Iterable[Move], moves: Iterable[Move]) -> list[Move]:
-    """Return the lost parts of old moves: those that were never read, or whose elements are in no new move."""
+    """Return the parts of old moves whose elements a write loses.
+
+    An old element is kept if code has read it and a new element is a copy of it, or is computed from it.
+
+    Args:
+        old: Moves of the elements that the write replaces.
+        used: Moves that read the storage before the write.
+        moves: Moves of the new elements.
+    """
     places, lost = Moves(map(_sources_of, used)), list[Move]()
     roots: dict[Any, list[Move]] = defaultdict(list)
     for move in _all_moves(moves):
@@ -119,13 +142,13 @@ def _identity(move: Move) -> Any:
 
 
 def _sources_of(move: Move) -> Move:
-    """Return the reversed move: it writes to the places of the root that the move reads, to each place once."""
+    """Return the reversed move, from the destination to the root, without loops that repeat elements of the root."""
     loops = tuple([loop for loop in move.loops if loop[2]])
     return turned(move._replace(loops=loops))
 
 
 def _all_moves(moves: Iterable[Move]) -> Iterator[Move]:
-    """Yield the moves and, recursively, the moves into operands of their computed roots."""
+    """Yield moves. If a root is a `Computed` tensor, also yield the moves of its operands' elements, recursively."""
     for move in moves:
         yield move
         for operand in move.root.tensors if isinstance(move.root, Computed) else ():

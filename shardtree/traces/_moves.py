@@ -1,7 +1,7 @@
-"""Moves: copies of elements as strided loops from one flat tensor to another, which compose exactly.
+"""Moves: copies of elements as strided loops from one flat tensor, the root, to another, the destination.
 
 Views, cat, stack, permutations, reshapes, gathers by known indices and ``copy_`` are all lists of moves. This one,
-``out[1:3, 0:2] = w.T[0:2, 1:3]``, leads from a root ``w`` (3, 4) to an output (4, 3), shown by places (flat indices)::
+``out[1:3, 0:2] = w.T[0:2, 1:3]``, has the root ``w`` (3, 4) and the destination ``out`` (4, 3), shown by flat indices::
 
     w (3, 4)            at = 4                 out (4, 3)          to = 3
      0  1  2  3                                 0  1  2
@@ -10,12 +10,11 @@ Views, cat, stack, permutations, reshapes, gathers by known indices and ``copy_`
                                                 9 10 11
 
     Move("w", to=3, at=4, loops=((2, 3, 1), (2, 1, 4)))
-                                  |  |  |
-                                  |  |  from_step: the next element is 1 further in w
-                                  |  to_step: and 3 further in out
-                                  count: two elements; the second loop is the inner one, with steps 1 in out and 4 in w
 
-Moves are immutable: functions of them return new ones. Only a `Written` changes, while code runs.
+    outer loop (2, 3, 1): count 2; a step adds 3 to the index in out, and 1 to the index in w
+    inner loop (2, 1, 4): count 2; a step adds 1 to the index in out, and 4 to the index in w
+
+Moves compose exactly (`Moves.find`). They are immutable; only a `Written`, a list of moves, can be changed.
 """
 
 from __future__ import annotations
@@ -30,16 +29,16 @@ from typing import Any, NamedTuple
 from ._steps import joined
 
 Loop = tuple[int, int, int]
-"""Count of a loop, its step in the destination, and its step in the root, in elements."""
+"""Count of a loop, its step in the destination, and its step in the root, both in elements."""
 
 
 class Move(NamedTuple):
     """Elements ``at + sum(i * from_step)`` of a root go to ``to + sum(i * to_step)``, for each index i of the loops.
 
     Attributes:
-        root: Name of a source, a `Constant`, or a `Computed` tensor; None for a read of a destination.
-        to: Place of the first element in the flat destination.
-        at: Place of the first element in the flat root.
+        root: Name of a source, a `Constant`, or a `Computed` tensor; None in the reads that `Moves.find` takes.
+        to: Flat index of the first element in the destination.
+        at: Flat index of the first element in the root.
         loops: Triples (count, to_step, from_step); steps in the destination are positive, those in the root may be 0.
         via: Casts and functions that the elements pass through, in order.
     """
@@ -62,22 +61,22 @@ class Move(NamedTuple):
 
     @property
     def end(self) -> int:
-        """The last place in the destination."""
+        """The largest flat index of the destination that is written."""
         return self.to + sum([(count - 1) * step for count, step, _ in self.loops])
 
     @property
     def last(self) -> int:
-        """The last place in the root."""
+        """The largest flat index of the root that is read."""
         return self.at + sum([(count - 1) * step for count, _, step in self.loops])
 
 
 def read_of(place: int, shape: Sequence[int], into: Sequence[int], strides: Sequence[int], to: int = 0) -> Move:
-    """Return the move that reads a view (`place`, `shape`, `strides`) and writes it at `to` with the strides `into`."""
+    """Return the move from a view (offset `place`, strides `strides`) to another (offset `to`, strides `into`)."""
     return normal(Move(None, to, place, tuple(zip(shape, into, strides, strict=True))))
 
 
 def whole(root: Any, numel: int) -> tuple[Move, ...]:
-    """Return the moves that copy a whole flat root, each element to the same index."""
+    """Return one move, in a tuple, that copies all elements of a root to the same flat indices; () for no elements."""
     return (Move(root, 0, 0, ((numel, 1, 1),) if numel > 1 else ()),) if numel else ()
 
 
@@ -100,22 +99,22 @@ def normal(move: Move) -> Move:
 
 
 def turned(move: Move, root: Any = None, via: tuple[Any, ...] = ()) -> Move:
-    """Return the reversed move: it reads the destination, as a root named `root`, and writes to the move's root."""
+    """Return a move with its two sides swapped: the new root is `root`, and the new casts and functions are `via`."""
     return Move(root, move.at, move.to, tuple([(count, at, to) for count, to, at in move.loops]), via)
 
 
 def in_place(move: Move) -> Move:
-    """Return the identity on the places that a move writes: each place is read and written to the same place."""
+    """Return the identity move on the flat indices that a move writes: it reads each of them and writes it back."""
     return Move(None, move.to, move.to, tuple([(count, to, to) for count, to, _ in move.loops]))
 
 
 def through(moves: Sequence[Move], via: tuple[Any, ...]) -> Sequence[Move]:
-    """Return moves whose elements pass through further steps at the end."""
+    """Return moves whose elements pass through further steps (casts and functions) at the end."""
     return [move._replace(via=joined(move.via, via)) for move in moves] if via else moves
 
 
 def is_nested(move: Move) -> bool:
-    """Return whether each loop's step is at least the extent of the loops inside it; then no place occurs twice."""
+    """Return whether each loop's `to_step` is at least the extent of the loops inside it, so that no writes overlap."""
     below = 1
     for count, step, _ in reversed(move.loops):
         if step < below:
@@ -125,10 +124,7 @@ def is_nested(move: Move) -> bool:
 
 
 def nested(move: Move) -> Iterator[Move]:
-    """Yield parts of a move that are nested: each loop's stride is at least the extent of the loops inside it.
-
-    A view of a dense tensor is one such part; a reversed gather may need several.
-    """
+    """Yield nested moves (see `is_nested`) that together do the same as a move; for a nested move, only itself."""
     move = normal(move)
     if is_nested(move):
         yield move
@@ -168,18 +164,18 @@ class Moves(Sequence[Move]):
 
     @property
     def numel(self) -> int:
-        """The number of places that are written."""
+        """The number of elements that are written."""
         return sum([move.numel for move in self._moves])
 
     def near(self, low: int, high: int) -> slice:
-        """Return the slice of the moves that may write to the places from `low` to `high`, both included."""
+        """Return the slice of the moves that may write to flat indices from `low` to `high`, both included."""
         # Without this, a model of 46,183 tensors, or a permutation of rows, would take quadratic time.
         return slice(bisect_left(self._tops, low), bisect_right(self._lows, high))
 
     def find(self, reads: Iterable[Move]) -> tuple[list[Move], list[Move]]:
-        """Return reads of the destination as moves from the roots, and the reads of places that no move here writes.
+        """Return reads of the destination composed with the moves that write it, and the reads of unwritten elements.
 
-        This is composition: the reads take elements (`at`) from the places to which the moves here write them (`to`).
+        A composed read takes its elements directly from the move's root. Reads are cut into parts if needed.
 
         Examples:
             >>> rows = Moves([Move("a", 0, 0, ((4, 1, 1),)), Move("b", 4, 0, ((4, 1, 1),))])
@@ -208,9 +204,9 @@ class Moves(Sequence[Move]):
 
 
 def _meet(read: Move, write: Move, hits: list[Move], left: list[Move]) -> tuple[Move, ...]:
-    """Compose a read with one write, and add the result to `hits`; if the read misses the write, add it to `left`.
+    """Add a read to `hits`, composed with one write; if they share no element, add it to `left` as it is.
 
-    A read that does neither as a whole is cut into parts, which are returned.
+    If neither is possible for the whole read, it is cut into parts, which are returned to be added in the same way.
     """
     loops = read.loops
     at, steps = read.at - write.to, [loop[2] for loop in loops]
@@ -251,7 +247,10 @@ def _span(loops: Sequence[Loop], steps: Sequence[int]) -> int:
 
 
 def _cut_at_carry(read: Move, steps: list[int], weight: int, at: int) -> tuple[Move, ...]:
-    """Return a read, cut or with one loop split in two, so that it leaves a loop of the write less often."""
+    """Return a read cut in two, or with one loop split in two, so that its steps carry less often (see `_meet`).
+
+    `steps` and `at` are the read's steps and first index modulo `weight`, which is the step of a loop of the write.
+    """
     loops = read.loops
     moving = [number for number, step in enumerate(steps) if step and loops[number][0] > 1]
     which = max(moving, key=lambda number: (loops[number][0] - 1) * steps[number])
@@ -279,12 +278,12 @@ def _cut(read: Move, which: int, before: int) -> tuple[Move, Move]:
 
 
 class Written(Moves):
-    """Moves that are still being recorded; the only mutable value here, changed while code runs."""
+    """A mutable list of moves into a tensor that running code still writes to."""
 
     __slots__ = ()
 
     def add(self, move: Move) -> None:
-        """Add a nested move to places into which there is no move yet."""
+        """Add a nested move. No other move may write the same elements of the destination."""
         place = bisect_right(self._lows, move.to)
         self._lows.insert(place, move.to)
         self._moves.insert(place, move)
@@ -292,7 +291,7 @@ class Written(Moves):
         self._renew_tops(place, place + 1)
 
     def _renew_tops(self, first: int, least: int) -> None:
-        """Recompute the running maximum `_tops` from index `first` on, until it is unchanged at `least` or later."""
+        """Recompute `_tops` from index `first` on; stop at the first unchanged value whose index is `least` or more."""
         top = self._tops[first - 1] if first else -1
         for number in range(first, len(self._moves)):
             top = max(top, self._moves[number].end)
@@ -301,7 +300,7 @@ class Written(Moves):
             self._tops[number] = top
 
     def take(self, out: Move) -> list[Move]:
-        """Remove the moves into the places of a nested move, and return them."""
+        """Remove the parts of moves that write the same elements as the nested move `out`, and return these parts."""
         moves: list[Move] = []
         hole, changes = Moves([out]), list[tuple[int, list[Move]]]()
         which = self.near(out.to, out.end)
@@ -360,7 +359,7 @@ def _join_runs(moves: list[Move]) -> list[Move]:
 
 
 def _longer(one: Move, other: Move) -> tuple[Loop, ...] | None:
-    """Return the loops of two moves joined into one; None if the second doesn't continue the first."""
+    """Return the loops of one move that does the work of two; None if the second doesn't continue the first."""
     if one.root != other.root or one.via != other.via:
         return None
     # A move of one row has no loop over rows, so the other move's steps are used.

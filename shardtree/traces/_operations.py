@@ -1,19 +1,24 @@
 """Rules for recording torch's operations: moves of elements, functions of each element, and special cases.
 
-A cell (`MemoryCell`) has the moves into one storage. A tensor is a view of a cell, and an operation changes the moves
-into the cell's places. Here, ``p.data[2:4].copy_(w)`` writes a source ``w`` (2, 3) to a parameter ``p`` (6, 3)::
+The record of a storage is a cell (`MemoryCell`). Its moves (`Move`) say where the storage's elements come from. A
+tensor is a view of a cell, and an operation that writes to the tensor replaces moves of the cell. Here,
+``p.data[2:4].copy_(w)`` writes a source ``w`` (2, 3) to a parameter ``p`` (6, 3), both shown by flat indices::
 
     w: a view of its cell            p.data[2:4]: a view of p's cell
     offset 0, strides (3, 1)         offset 6, strides (3, 1)
-    0 1 2                             0  1  2
-    3 4 5                             3  4  5
-       |                             [6][7][8]        hole: the places 6 to 11, whose old moves are removed
-       +-- read, to the strides of --+[9][10][11]     then Move("w", to=6, at=0, loops=((6, 1, 1),)) is added
-           the view of p              12 13 14
-                                      15 16 17
+    [0][1][2]                          0   1   2
+    [3][4][5]                          3   4   5
+                                      [6] [7] [8]
+                                      [9] [10][11]
+                                       12  13  14
+                                       15  16  17
 
-An operation that returns a view makes another meta tensor, and changes no cell. A function of each element adds a step
-to the moves' `via`, or makes a `Computed` root. Moves are immutable: a cell gets new ones.
+    first:  remove from p's cell the old moves to the indices 6 to 11
+    second: add Move("w", to=6, at=0, loops=((6, 1, 1),)), which copies w into the view of p
+
+An operation that returns a view makes another meta tensor, and changes no cell. A function of one tensor's elements is
+added to the steps that they pass through (`Move.via`). A function of several tensors becomes the root of a new move
+(`Computed`). Moves are immutable, so a cell gets new ones.
 """
 
 from __future__ import annotations
@@ -42,7 +47,10 @@ RANDOM = {"rand_like", "randn_like", "randint_like"}
 
 
 def _made_like(record: Cells, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tracer:
-    """Return the empty result of an operation that makes a new tensor; devices aren't traced."""
+    """Return a tensor with the shape and dtype of an operation's result, and with no element written yet.
+
+    The device that the operation asks for is ignored.
+    """
     # The dtype and the memory format stay: strides follow from them.
     options = {word: value for word, value in kwargs.items() if word not in ("device", "pin_memory", "non_blocking")}
     options |= {"device": torch.device("meta")} if "device" in kwargs else {}
@@ -148,7 +156,11 @@ def _roll(
 
 
 def elementwise(record: Cells, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tracer:
-    """Record a function of each element: of one tensor, as a step of its moves; of several, as a `Computed` root."""
+    """Record an elementwise function, and return its result.
+
+    A function of one tensor is added to the steps that the elements pass through (`Move.via`). The result of a function
+    of several tensors becomes a root of moves (`Computed`).
+    """
     meta = func(*meta_of(args), **kwargs)
     new = record.fresh(meta)
     # To torch, a tensor without axes is a number, too, which doesn't decide the dtype.
@@ -226,7 +238,7 @@ def write_out(
 
 
 def _rehearse(func: Any, out: torch.Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Let torch check the dtypes on small tensors: some functions cast the result to that of ``out=``, others raise."""
+    """Call a function on small tensors with ``out=``, so that torch raises an error if it can't cast to that dtype."""
 
     def zero(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):

@@ -61,7 +61,7 @@ class Problem:
 
 
 def problems_of(ranks: Sequence[Fields]) -> tuple[Problem, ...]:
-    """Return the problems of all ranks' traces; elements that several ranks use count as replicas."""
+    """Return the problems of all ranks' traces. Elements that several ranks use are replicas, which is no problem."""
     uses: dict[str, dict[Move, None]] = defaultdict(dict)  # keys alone, since many ranks have equal moves
     problems: list[Problem] = []
     for number, trace in enumerate(ranks):
@@ -113,7 +113,16 @@ def _is_known(move: Move) -> bool:
 
 
 def _bends(move: Move, shape: tuple[int, ...], root: tuple[int, ...]) -> bool:
-    """Return whether a move mixes two axes into two others, which no split, merge or permutation of axes does."""
+    """Return whether a move hints at a reshape where a transpose was meant.
+
+    Then elements along one axis of the output come from several axes of the root, and elements along one of these go to
+    several axes of the output. No split, merge or permutation of axes does this.
+
+    Args:
+        move: Move from a root to an output.
+        shape: Shape of the output.
+        root: Shape of the root.
+    """
     loops = factored(move, shape, root)
     pairs = {(axis_of(to, shape), axis_of(at, root)) for count, to, at in loops if count > 1 and at}
     # A split or merged axis has several partners, each of which has no other partner. A reshape where a transpose was
@@ -125,14 +134,16 @@ def _bends(move: Move, shape: tuple[int, ...], root: tuple[int, ...]) -> bool:
     return any(len(into[to_axis]) > 1 and len(out_of[from_axis]) > 1 for to_axis, from_axis in pairs)
 
 
-# Coverage of places by moves, computed exactly without a visit to each place.
+# Coverage of a flat tensor by moves, computed exactly without a visit to each element.
 
 
 def coverage(moves: Iterable[Move], numel: int) -> tuple[list[Move], list[Move]]:
-    """Return the places of a flat tensor that no move writes, and those that are written several times, as moves.
+    """Return the elements of a flat tensor that are never written, and those that are written several times.
+
+    Both are lists of moves; only their destinations matter.
 
     Args:
-        moves: Moves, nested or not; a loop's step in the destination may be 0.
+        moves: Moves into the tensor. A loop's step in the tensor may be 0: it writes the same elements again.
         numel: Number of elements of the tensor.
 
     Examples:

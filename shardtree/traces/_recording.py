@@ -1,4 +1,4 @@
-"""Recording: the effects of torch's operations on tensors without data are stored in cells."""
+"""Recording: a dispatch mode stores the effect of each torch operation in the storages' records (`MemoryCell`)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,11 @@ def _needs_elements(func: Any, error: Exception) -> bool:
 
 
 class RecordingMode(Cells):
-    """The dispatch mode of one run, which records each of torch's operations."""
+    """The dispatch mode of one run, which records each of torch's operations.
+
+    Traced values are elements that only the record has. An ordinary tensor is torch's own, such as a parameter, and may
+    have them too, once a write to it was recorded. The code is the traced function and all that it calls.
+    """
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -115,7 +119,7 @@ class RecordingMode(Cells):
             self.refuse(operator_name(func), tensors, why=f"these arguments are not supported: {error}")
 
     def _is_traced(self, func: Any, tensors: list[torch.Tensor]) -> bool:
-        """Return whether traced values take part in an operation, other than in a view of an ordinary tensor."""
+        """Return whether an operation gets tensors with traced values, and isn't just a view of an ordinary tensor."""
         if not any(isinstance(each, Tracer) for each in tensors):
             cells = [cell for each in tensors if (cell := self.find_cell(elements_of(each))) is not None]
             if not any(cell.is_ahead for cell in cells):
@@ -124,7 +128,7 @@ class RecordingMode(Cells):
         return not func.is_view or is_composite(func) or isinstance(tensors[0], Tracer)
 
     def _is_of_constants(self, func: Any, tensors: list[torch.Tensor]) -> bool:
-        """Return whether an operation makes a new tensor from meta tensors, none of which holds elements of sources."""
+        """Return whether an operation makes a new tensor, and gets only meta tensors without elements of sources."""
         return not func._schema.is_mutable and all(map(self.is_blank, tensors))
 
     def _of_constants(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -138,13 +142,16 @@ class RecordingMode(Cells):
         return result
 
     def _fills_model(self, func: Any, args: tuple[Any, ...]) -> bool:
-        """Return whether an operation writes to an ordinary tensor that the code didn't create, or that is on meta."""
+        """Return whether an operation writes to an ordinary tensor on meta, or to one that the code didn't create."""
         if operator_name(func) not in _WRITES or not is_ordinary(args[0]):
             return False
         return args[0].untyped_storage()._cdata not in self.own_storages or args[0].device.type == "meta"
 
     def _models_among(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-        """Return the tensors that an operation changes, but the code didn't create; their memory must not change."""
+        """Return the ordinary tensors that an operation changes although the code didn't create them.
+
+        Such a change is only recorded: the tensors keep the elements in their memory.
+        """
         if not func._schema.is_mutable or operator_name(func) == "set_":
             return []
         return [
@@ -154,7 +161,7 @@ class RecordingMode(Cells):
         ]
 
     def _record_change(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Record a change of tensors without traced values; tensors that the code didn't create keep their memory."""
+        """Record an operation that changes tensors from outside the code, such as parameters; their memory stays."""
         for tensor in self._models_among(func, args, kwargs):
             self.cell(tensor).is_ahead = True  # from here on, their elements are read from the record
         return self._record_traced(func, args, kwargs)
@@ -190,7 +197,12 @@ class RecordingMode(Cells):
         return self._record_constants(func, *original[:2], tensors)
 
     def _check_number(self, name: str, tensors: list[torch.Tensor]) -> None:
-        """Raise unless an operation only fills its first tensor with results of `item`, and the dtype can hold them."""
+        """Check an operation that gets a traced number, which is a result of `item`.
+
+        Raises:
+            TraceError: the operation doesn't just fill its first tensor with the number, or the number may be out of
+                range for the tensor's dtype.
+        """
         if name not in _TAKE_NUMBERS:
             fix = "Leave item() out: compute with the tensor itself."
             self.refuse(_NAMES.get(name, name), tensors, instead=fix)
@@ -203,7 +215,13 @@ class RecordingMode(Cells):
     def _record_constants(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]
     ) -> Any:
-        """Record any operation on constants; refuse one on elements of sources."""
+        """Record an operation that has no rule of its own, and return its result.
+
+        It is computed on constants. The maximum or minimum of a single element is that element, constant or not.
+
+        Raises:
+            TraceError: the operation needs elements that are not constants.
+        """
         name = operator_name(func)
         is_view = torch.Tag.inplace_view in func.tags
         if func._schema.is_mutable and not is_view and not any(map(self.has_sources, tensors_in(args, kwargs))):
@@ -239,7 +257,7 @@ class RecordingMode(Cells):
         return result
 
     def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """Note the tensors that an operation without traced values made or changed."""
+        """Note the tensors that an operation has made or changed. Torch has executed it, without traced values."""
         name = operator_name(func)
         if name == "set_":
             # The code has the storage. Torch's own functions call `set_`, too, but the watch isn't active there.

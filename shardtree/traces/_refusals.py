@@ -1,4 +1,4 @@
-"""Refusals of a recording, which are remembered: code may catch the error and go on with a fallback."""
+"""Refusals: errors for operations that a trace can't record. They are remembered, since code may catch them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ _OURS = (__file__.removesuffix("_refusals.py"), *torch.__path__)
 
 
 class RunRefusals:
-    """The refusals of one run."""
+    """The refusals of one run: errors for operations of the traced code that can't be recorded.
+
+    Code may catch such an error and go on with a fallback. The trace would then contain the fallback by accident.
+    """
 
     def __init__(self) -> None:
         self._names: dict[str, str] = {}  # operations' names, by message and caller's line
@@ -36,7 +39,7 @@ class RunRefusals:
         raise TraceError(error_text(f"trace: {what}", found=line, fix=fix))
 
     def check_caught(self, may_catch: Collection[str]) -> None:
-        """Raise if the code, which has returned, caught refusals that it may not catch.
+        """Raise if the code caught refusals that it may not catch, and then returned.
 
         Args:
             may_catch: Names of operations whose refusals the code may catch.
@@ -50,7 +53,9 @@ class RunRefusals:
             raise TraceError(error_text("trace: the code caught trace errors and went on", offenders=caught, fix=fix))
 
     def check_raised(self, error: Exception, may_catch: Collection[str]) -> None:
-        """Raise if the code caught refusals before it raised another error, as `load_state_dict` does.
+        """Raise if the code caught refusals that it may not catch, and then raised an error of its own.
+
+        torch's `load_state_dict` does this: it collects all errors and raises one.
 
         Args:
             error: Error that the code raised.

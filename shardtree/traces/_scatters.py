@@ -1,4 +1,4 @@
-"""Writes by known indices: each element of a value is written to a place of a storage."""
+"""Writes by known indices: each element of a value is written to a flat index of a storage."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ._steps import cast, number, operator_name
 from ._writes import check_apart, copy_into, places_of, write_places
 
 IndexOf = Callable[[torch.Tensor], torch.Tensor]
-"""An indexing expression: a function that returns indexed items of a tensor, or of the places of its elements."""
+"""An indexing expression: a function that returns indexed items of a tensor, or of its elements' flat indices."""
 
 _ZEROS = "torch adds complex numbers in two ways, which give zeros of different signs"
 _ALPHA = "only additions with alpha=1 are recorded"
@@ -109,7 +109,11 @@ def _rehearsed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _in_place(write: Callable[..., None]) -> Rule:
-    """Return the rule of an in-place operation such as `index_fill_`, from a function that records the write."""
+    """Return the rule of an in-place operation such as `index_fill_`.
+
+    Args:
+        write: Function that records the change, after the rule has checked the arguments.
+    """
 
     def writing(record: Cells, func: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         check_numbers(record, func, args[0])

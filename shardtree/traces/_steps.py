@@ -1,4 +1,7 @@
-"""Casts and functions that elements pass through, and roots of moves that are not sources; all compare exactly."""
+"""Steps of moves, which are casts and functions of each element; and two kinds of root, `Constant` and `Computed`.
+
+A move (`Move`) copies elements from its root, one of these or a source. All compare exactly: 0.0 and -0.0 differ.
+"""
 
 from __future__ import annotations
 
@@ -71,11 +74,11 @@ def exactly(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """A root of elements that come from no source, such as zeros of padding.
+    """A root of moves whose elements come from no source, such as zeros of padding.
 
     Attributes:
-        value: Flat tensor of the elements, with a single one if all are equal; a tensor without axes if a function gets
-            it as an argument.
+        value: Flat tensor of the elements; if all are equal, it has only one. As an argument of a `Function` or
+            `Computed` it is a tensor without axes.
     """
 
     value: torch.Tensor
@@ -101,8 +104,8 @@ class Cast:
     Attributes:
         source: Dtype before the cast.
         dtype: Dtype after the cast.
-        keeps: Whether the cast rounds no value: `dtype` has all values of `source`, or the cast undoes an earlier one
-            that rounds none.
+        keeps: Whether the cast rounds no value: `dtype` has all values of `source`, or the elements came from `dtype`
+            by an earlier cast that rounds none.
     """
 
     source: torch.dtype
@@ -174,13 +177,15 @@ class Function:
         return f"{operator_name(self.func)}({', '.join(others)})"
 
     def of(self, text: str) -> str:
-        """Return the call as text, with `text` for the element."""
+        """Return the function's call as text, such as ``pow(2, x)``; the argument `text` stands for the element."""
         texts = (text if number == self.place else str(each) for number, each in enumerate(self.args))
         return f"{operator_name(self.func)}({', '.join(texts)})"
 
 
 def via_text(text: str, via: Sequence[Any]) -> str:
-    """Return an element and its steps as text. A step is a method, or a call if the element is not the first argument.
+    """Return an element and its steps as text, such as ``w[a].to(float32)``.
+
+    Steps are written as methods; only a function whose first argument isn't the element is written as a call.
 
     Examples:
         >>> power = Function(torch.ops.aten.pow.Scalar, 1, (2, None), (), alone=False)
@@ -197,7 +202,7 @@ class Operand:
     """One operand of a computed tensor.
 
     Attributes:
-        moves: Moves into a flat tensor of the result's size; of one element if `alone`.
+        moves: Moves of the operand's elements into a flat tensor. It has the result's size, or one element if `alone`.
         dtype: Dtype of the operand.
         alone: Whether the operand has no axes, so that all elements of the result use its only element.
     """
@@ -225,7 +230,7 @@ class Computed:
 
     @property
     def tensors(self) -> tuple[Operand, ...]:
-        """The operands without constants and numbers: the tensors that `Move` records fill."""
+        """The operands that are an `Operand`: tensors, but neither constants nor numbers."""
         return tuple(each for each in self.operands if isinstance(each, Operand))
 
     def __call__(self, parts: Iterable[torch.Tensor]) -> torch.Tensor:
@@ -356,7 +361,7 @@ def joined(first: tuple[Any, ...], then: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _overflows(last: Cast, step: Cast) -> bool:
-    """Return whether a cast to an integer may overflow; its result then depends on the dtype that is cast."""
+    """Return whether `step`, a cast after `last`, may overflow an integer; its result then depends on `last.dtype`."""
     is_integer = not (step.dtype.is_floating_point or step.dtype.is_complex or step.dtype is torch.bool)
     return is_integer and last.dtype.is_floating_point and not has_all_values(step.dtype, last.source)
 
@@ -372,7 +377,12 @@ def seen_through(view: torch.Tensor) -> tuple[Function, ...]:
 
 
 def undone(via: tuple[Any, ...], root: str) -> tuple[Any, ...] | str:
-    """Return the inverse of steps, in reverse order; or, as text, why the elements of `root` can't be restored."""
+    """Return the steps that undo other steps; if one can't be undone, the reason as text, such as "is rounded: ...".
+
+    Args:
+        via: Steps to undo.
+        root: Name of the tensor before the steps, for the text.
+    """
     back: tuple[Any, ...] = ()
     for number, step in enumerate(via):
         if isinstance(step, Cast) and step.keeps:

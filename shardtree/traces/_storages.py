@@ -1,4 +1,4 @@
-"""Storages that traced code gets: proxies, which note when code uses more of a storage than its identity."""
+"""Proxies of storages for traced code, which note every access that may reach a storage's elements."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ _WHICH = {
 
 
 class LentStorage(torch.TypedStorage):
-    """A proxy of a tensor's storage. The memory counts as given away once code uses more than the storage's identity.
+    """A proxy of a tensor's storage, which notes when code may reach the memory.
 
-    Torch's functions in C read `_untyped_storage` of the proxy, so none of them reaches the memory unseen.
+    Code may compare storages, and ask for `data_ptr` or `nbytes`. Any other use counts as giving the memory to objects
+    that the trace can't see: from then on, a write of traced values to this memory is refused. Torch's functions in C
+    read `_untyped_storage` of the proxy, so their use is noted too.
     """
 
     def __new__(cls, *args: Any) -> LentStorage:
@@ -73,7 +75,7 @@ for _word in (
 
 
 def is_asked_by_torch() -> bool:
-    """Return whether the caller is torch's own code, which derives other storages from one or writes it to a file."""
+    """Return whether torch's own code asks for a storage, for example to write it to a file or to derive another."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
         frame = frame.f_back

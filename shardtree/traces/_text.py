@@ -1,4 +1,4 @@
-"""Traces as text: each side of a move is an index expression whose loops are named, like the axes in einops."""
+"""Traces as text. Each side of a move (`Move`) is an index expression with named loops, like the axes in einops."""
 
 from __future__ import annotations
 
@@ -54,7 +54,13 @@ def move_text(move: Move, shape: tuple[int, ...], root: tuple[int, ...]) -> str:
 
 
 def factored(move: Move, shape: tuple[int, ...], root: tuple[int, ...]) -> list[Loop]:
-    """Return a move's loops, cut so that each stays within one axis of the output and of the root, where possible."""
+    """Return a move's loops, cut where they cross an axis's end in the output or in the root, as far as possible.
+
+    Args:
+        move: Move from a root to an output.
+        shape: Shape of the output.
+        root: Shape of the root.
+    """
     loops = list(move.loops)
     # By the output's axes first, then by the root's: a loop that crosses both is cut twice.
     for side, steps in ((1, dense(shape).stride), (2, dense(root).stride)):
@@ -103,7 +109,14 @@ def axis_of(step: int, shape: tuple[int, ...]) -> int:
 
 
 def places_text(moves: Sequence[Move], shape: tuple[int, ...], shown: int = 3) -> str:
-    """Return, as text, the places that moves write: slices of the tensor, or else the first and last flat index.
+    """Return the elements that moves write, as text: slices of the tensor.
+
+    Elements that no slice describes are given by the first and last flat index.
+
+    Args:
+        moves: Moves into the flat tensor.
+        shape: Shape of the tensor.
+        shown: Number of moves that are shown; the text ends with the number of the others.
 
     Examples:
         >>> places_text([Move(None, 4, 0, ((2, 4, 1), (2, 1, 1)))], (4, 4))

@@ -38,7 +38,7 @@ def recorded(watch: Watch) -> Iterator[None]:
 
 
 def _watches() -> tuple[Watch, ...]:
-    """Return the watches of this thread, outermost first: traces may run within traces."""
+    """Return this thread's active modes, one `Watch` for each trace, outermost first: traces may run within traces."""
     watches: tuple[Watch, ...] = getattr(_here, "watches", ())
     return watches
 

@@ -148,7 +148,7 @@ class Trace(Fields):
         return Trace(self.sources, other.outputs, moves, other.tied, {})
 
     def _before(self, moves: Sequence[Move]) -> Iterator[Move]:
-        """Yield moves from outputs of this trace as moves from its sources."""
+        """Yield equivalents of moves that read this trace's outputs: moves that read its sources instead."""
         for move in moves:
             if isinstance(move.root, str):
                 yield from self.moves[move.root].find([move])[0]

@@ -27,11 +27,13 @@ def trace(
     """Run loading code once on tensors without data, and return the trace of what it does to their elements.
 
     The code may view, join, copy and cast tensors, gather their elements by known indices, and compute each element
-    from elements at the same place. Operations that depend on the values of elements are refused. Existing tensors,
-    such as parameters, keep their values, and modules get their attributes back at the end. Traced tensors that the
-    code stores elsewhere refuse all later operations. Threads that the code starts are recorded, too; `docs/trace.md`
-    lists what can't be seen. While it runs, functions that start threads, set attributes of modules or pass on memory
-    are replaced; in other threads they behave as before. Other threads must leave the modules alone meanwhile.
+    from elements at the same position. Operations that depend on the values of elements are refused. Existing tensors,
+    such as parameters, keep their values, and modules get their attributes back at the end. A traced tensor that the
+    code has stored for later, for example in a list, refuses all operations after the trace.
+
+    Threads that the code starts are recorded, too; `docs/trace.md` lists what can't be seen. During the trace, some
+    functions of torch and of Python's thread classes are replaced; in other threads they behave as before. Other
+    threads must leave the modules alone until the trace ends.
 
     Args:
         function: Function that takes a dict of tensors by name. It returns tensors by name; or it fills the tensors

@@ -1,4 +1,4 @@
-"""Writes to tensors: to all of a view, as ``copy_`` does, or to any places of a storage."""
+"""Writes to tensors, recorded as moves (`Move`): to all of a view, as ``copy_`` does, or to any flat indices."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def copy_into(
         record: Record of the run.
         into: Destination.
         tensor: Source.
-        via: Steps that the elements pass through, instead of a cast.
-        keeps: Whether the new values are computed from the old ones, which then aren't lost.
+        via: Casts and functions that the elements pass through; () for a cast to the destination's dtype.
+        keeps: Whether the new values are computed from the old ones. If so, the old ones don't count as overwritten.
     """
     view = into.meta if isinstance(into, Tracer) else into
     tensor = tensor if tensor.shape == view.shape else tensor.expand(view.shape)
@@ -78,7 +78,7 @@ def _share_memory(record: Cells, into: torch.Tensor, tensor: torch.Tensor) -> bo
 
 
 def _is_same_view(into: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """Return whether two tensors of one storage are the same view: equal positions have the same place in memory."""
+    """Return whether two tensors of one storage are the same view: elements at equal positions share memory."""
     if tensor.storage_offset() != into.storage_offset() or tensor.shape != into.shape:
         return False
     strides = zip(into.shape, into.stride(), tensor.stride(), strict=True)
@@ -86,7 +86,7 @@ def _is_same_view(into: torch.Tensor, tensor: torch.Tensor) -> bool:
 
 
 def _places_read(view: torch.Tensor) -> Move:
-    """Return the move from a view's places in the storage to themselves; a repeated place occurs once."""
+    """Return the identity move on a view's elements in the storage; repetitions in an expanded view are left out."""
     place, pairs = int(view.storage_offset()), zip(view.shape, view.stride(), strict=True)
     loops = [(size, step) for size, step in pairs if step or not size]
     sizes, steps = [size for size, _ in loops], [step for _, step in loops]
@@ -94,14 +94,14 @@ def _places_read(view: torch.Tensor) -> Move:
 
 
 def put(record: Cells, into: torch.Tensor, moves: Sequence[Move]) -> None:
-    """Record that moves replace all elements of a view; without moves, the elements count as never written."""
+    """Record that moves write all elements of a view. If there are no moves, the elements count as never written."""
     if (hole := _hole_of(into.meta if isinstance(into, Tracer) else into)) is None:
         record.refuse("writing", [into], why=_EXPANDED)
     record.exchange(into, [hole], moves)
 
 
 def places_of(view: torch.Tensor) -> torch.Tensor:
-    """Return the place of each element of a view in its storage."""
+    """Return the flat index in the storage of each element of a view, as an int64 tensor of the view's shape."""
     places = torch.full((1,) * view.ndim, int(view.storage_offset()), device="cpu")
     for dim, (size, step) in enumerate(zip(view.shape, view.stride(), strict=True)):
         steps = torch.arange(size, device="cpu") * step
@@ -114,7 +114,7 @@ def _is_expanded(view: torch.Tensor) -> bool:
 
 
 def _hole_of(view: torch.Tensor) -> Move | None:
-    """Return the move from a view's places in the storage to themselves; None if the places aren't nested loops."""
+    """Return the identity move on a view's elements in the storage; None if the move isn't nested (`is_nested`)."""
     place, stride = int(view.storage_offset()), view.stride()
     hole = read_of(place, view.shape, stride, stride, place)
     return hole if is_nested(hole) or not view.numel() else None
@@ -123,7 +123,14 @@ def _hole_of(view: torch.Tensor) -> Move | None:
 def _write_apart(
     record: Cells, into: torch.Tensor, value: torch.Tensor, via: tuple[Any, ...], *, keeps: bool = False
 ) -> None:
-    """Record a ``copy_`` to a view whose places aren't nested loops, such as sliding windows.
+    """Record a ``copy_`` to a view whose elements interleave or overlap in memory, such as sliding windows.
+
+    Args:
+        record: Record of the run.
+        into: Destination.
+        value: Source.
+        via: Casts and functions that the elements pass through.
+        keeps: Whether the new values are computed from the old ones. If so, the old ones don't count as overwritten.
 
     Raises:
         TraceError: the view is expanded, or two elements of the value are written to one place.
@@ -145,15 +152,15 @@ def write_places(
     *,
     keeps: bool = False,
 ) -> None:
-    """Record a write of a value to any places of a storage.
+    """Record a write of a value to any flat indices of a storage.
 
     Args:
         record: Record of the run.
         into: Any view of the storage.
         places: Flat index in the storage for each element; the value is broadcast to the shape of this tensor.
         value: Source.
-        via: Steps that the elements pass through.
-        keeps: Whether the new values are computed from the old ones, which then aren't lost.
+        via: Casts and functions that the elements pass through.
+        keeps: Whether the new values are computed from the old ones. If so, the old ones don't count as overwritten.
 
     Raises:
         TraceError: two elements of the value are written to one place.

@@ -173,7 +173,7 @@ def _edited(tree: Any, edits: Mapping[TreePath, Callable[[Any], Any]]) -> Any:
 
 
 def _places(doing: str, tree: Any, where: Where) -> tuple[list[TreePath], bool]:
-    """Return the paths of the chosen nodes, and whether a function returned several."""
+    """Return the paths of the chosen nodes, and whether `where` is a function that returned several nodes."""
     flatten_visible(tree)  # raises where shards lie in values that aren't nodes
     if isinstance(where, tuple):
         return [_checked_path(doing, tree, where)], False
@@ -204,11 +204,14 @@ def _missing(doing: str, offenders: Sequence[str], found: Sequence[str], inside:
 
 
 class _Mark:
-    """A unique stand-in for a leaf: nodes are found by identity, and equal leaves may be the same object."""
+    """A placeholder for a leaf, unique so that it can be found by identity: equal leaves may be the same object."""
 
 
 def _marked_places(doing: str, tree: Any, where: Callable[[Any], Any]) -> tuple[list[TreePath], bool]:
-    """Call `where` on the tree with marks as leaves; return the paths of its nodes, and whether it gave several."""
+    """Return the paths of the nodes that `where` returns, and whether it returns a list or tuple of nodes.
+
+    The function gets the tree with placeholders as leaves.
+    """
     pairs, rebuild = flatten_with_paths(tree)
     marked = rebuild([_Mark() for _ in pairs])
     paths = {id(node): path for path, node in _nodes((), marked)}

@@ -1,4 +1,7 @@
-"""Leaves that differ by more than tolerances, the worst first, each with its worst element."""
+"""Leaves that differ by more than tolerances, the worst first, each with its worst element.
+
+An element is the worse, the larger the ratio of its error to its tolerance.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +81,8 @@ def worst_element(
 ) -> WorstElement | None:
     """Return the worst element of two tensors of one shape, or None if all are within tolerance.
 
-    NaN equals NaN, infinities equal themselves alone, and 0.0 equals -0.0.
+    The worst element has the largest ratio of error to tolerance. NaN equals NaN, infinities equal themselves alone,
+    and 0.0 equals -0.0.
 
     Args:
         left: The tensor under test, of a floating-point or complex dtype.

@@ -46,13 +46,13 @@ def map_with_path(f: Callable[..., Any], tree: Any, *rest: Any) -> Any:
 def map_by_pattern(functions: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
     """Return a function that applies functions to a tree's tensors, chosen by key; other leaves stay.
 
-    In a tree with shards, functions get the data of shards and factories, as in `map_data`, and plain tensors, such as
-    step counters, stay; in any other tree they get the plain tensors.
+    In a tree with shards, the functions get the data of shards and factories, as in `map_data`. Plain tensors of such a
+    tree, such as step counters, stay. In any other tree, the functions get the plain tensors.
 
     Args:
         functions: Functions by pattern of keys. The first pattern that matches a shard's key, or the leaf's path,
-            chooses the function. It also gets the tensors of further trees at that path. Tensors that no pattern
-            matches stay.
+            chooses the function. Besides the tensor, this function gets the tensors of further trees at the same path.
+            Tensors that no pattern matches stay.
 
     Raises:
         MetadataError: The argument isn't a mapping of functions.

@@ -26,12 +26,14 @@ def flat_tensors(tree: Flat) -> dict[str, ShardedTensor]:
 
 
 def replace_entries(doing: str, tree: Flat, new: Mapping[str, Sequence[ShardedTensor]]) -> dict[str, Any]:
-    """Return a new dict in which shards replace some entries; a new name follows from the old one and the new key.
+    """Return a new dict in which shards replace some entries.
+
+    A new shard's entry (its key in the dict) is the old entry, changed to fit the shard's own key as `renamed` says.
 
     Args:
         doing: Name of the operation in error messages.
         tree: A flat tree; its other entries are shared.
-        new: The shards that replace each entry, possibly none.
+        new: New shards by the entry that they replace; an empty list removes the entry.
 
     Raises:
         TreeError: Two entries would have one name.
@@ -53,7 +55,7 @@ def replace_named(doing: str, tree: Flat, new: Mapping[str, Sequence[tuple[str, 
     Args:
         doing: Name of the operation in error messages.
         tree: A flat tree; its other entries are shared.
-        new: The names and leaves that replace each entry, possibly none.
+        new: New leaves, as (entry, leaf), by the entry that they replace; an empty list removes the entry.
 
     Raises:
         TreeError: Two entries would have one name.
@@ -75,7 +77,7 @@ def replace_named(doing: str, tree: Flat, new: Mapping[str, Sequence[tuple[str, 
 
 
 def check_plain(doing: str, shard: ShardedTensor) -> None:
-    """Raise an error unless a shard is a box with all its axes.
+    """Raise an error unless a shard is a plain box, with all axes of its tensor.
 
     Raises:
         TreeError: The shard is flat or has prepended axes.
@@ -147,7 +149,7 @@ def whole_axis(doing: str, shard: ShardedTensor, axis: int) -> int:
     """Return an axis counted from the front, after checking that the shard is whole along it.
 
     Raises:
-        TreeError: The shard isn't a box with all its axes.
+        TreeError: The shard is flat or has prepended axes.
         ShapeError: There is no such axis, or the shard is cut along it.
 
     Examples:

@@ -50,12 +50,15 @@ def _are_names(path: Sequence[Any], value: Any, children: Mapping[Any, Any]) -> 
 
 @dataclass(frozen=True, slots=True)
 class NamedParameters:
-    """Renaming of parameters in groups, which list keys or suffixes of them, such as ``h.0.w`` for ``model.h.0.w``.
+    """Renaming of parameters in an optimizer's groups, which have lists of names.
+
+    A listed name is a parameter's key, or a suffix of the key, such as ``h.0.w`` for ``model.h.0.w``.
 
     Attributes:
         changed: Parameters that a transform renames or removes, by key.
         ends: Parameters' keys by each of their suffixes, from `key_ends`.
-        rename: The transform, which gets a flat tree of some of the parameters and other values.
+        rename: The transform. It gets the changed parameters of one list as a flat tree, in which the list's other
+            names are plain values.
     """
 
     changed: Mapping[str, ShardedBase]
@@ -63,10 +66,11 @@ class NamedParameters:
     rename: Callable[[Flat], Mapping[str, Any]]
 
     def of(self, names: Iterable[str]) -> list[str]:
-        """Return the names after the transform; those of removed parameters are left out.
+        """Return the names of a list after the transform; those of removed parameters are left out.
 
         Raises:
-            CheckpointingException: A name is ambiguous, or the transform fails for these parameters alone.
+            CheckpointingException: A name is a suffix of several keys, the transform fails for a tree with only this
+                list's parameters, or a new key lacks the prefix that its name leaves out.
         """
         names, flat, roots = list(names), dict[str, Any](), dict[int, str]()
         for number, name in enumerate(names):

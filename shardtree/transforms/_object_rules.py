@@ -1,4 +1,7 @@
-"""Rules for arrays of objects that change their shape: for whole values, for rows, and for a dict's fields."""
+"""Rules for loading an array of objects into another shape: for whole values, joined values, and fields of dicts.
+
+A cell is a position in such an array, and holds one object.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,13 @@ def replicate_objects(array: ObjectArray, shape: Shape) -> Sequence[Any]:
 
 
 def _differing(array: ObjectArray, position: int, value: Any) -> Iterator[str]:
-    """Yield the differences of a value from the first one."""
+    """Yield the differences of a value from the array's first value, as lines of an error message.
+
+    Args:
+        array: All values of the source.
+        position: Index of the value among them.
+        value: The value.
+    """
     difference = diff(array.values[0], value)
     for path in (*difference.only_left, *difference.only_right, *difference.mismatch):
         own, other = value_at(value, path), value_at(array.values[0], path)
@@ -148,8 +157,8 @@ def concatenate_objects(array: ObjectArray, shape: Shape) -> Sequence[Any]:
 def redistribute_objects(array: ObjectArray, shape: Shape) -> Sequence[Any]:
     """Return all values joined along their first axis, and cut in order into one part for each target cell.
 
-    Sizes are as even as possible: if they can't be equal, the first cells get one more. This function is a rule for
-    `LoadOptions.object_rules`.
+    A cell is a position in an array of objects. The parts' sizes are as even as possible: the first cells may
+    get one more. This function is a rule for `LoadOptions.object_rules`.
 
     Args:
         array: Source values, of the types that `concatenate_objects` takes.
@@ -284,7 +293,7 @@ def _column(array: ObjectArray, field: Hashable, rule: ObjectRule, shape: Shape)
 
 
 def _dict_like(first: dict[Hashable, Any], values: Sequence[Any]) -> dict[Hashable, Any]:
-    """Return a dict with the type and fields of `first` and other values; fields with `HOLE` are left out."""
+    """Return a dict with the type and keys of `first`, but with new values; a key whose value is `HOLE` is left out."""
     # The dict is copied, so that subclasses keep their attributes, such as a defaultdict's factory.
     new = copy(first)
     new.clear()

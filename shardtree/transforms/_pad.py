@@ -75,11 +75,11 @@ def pad_tensors(
         keys: Patterns of the tensors' keys; each ``*`` matches one part between dots.
         length: New length, in elements.
         axis: Axis of the tensors; other axes may be sharded.
-        fill: Value of the new elements: a number, or a function from the tensor to the value at each new index, a
-            tensor without the axis. ``lambda table: table.double().mean(0)`` gives new words the mean of the old ones.
-            The result is converted to the tensor's dtype. For a lazy tensor, the function is called with all elements
-            when the first new one is read. If other axes are sharded, the function gets only the rank's own part, so
-            each value must depend only on elements with the same index along those axes.
+        fill: Value of the new elements: a number, or a function of the tensor. The function returns a tensor without
+            the axis, which is repeated at each new index: ``lambda table: table.double().mean(0)`` gives new words the
+            mean of the old ones. The result is converted to the tensor's dtype. For a lazy tensor, the function is
+            called with all elements when the first new one is read. If other axes are sharded, the function gets only
+            the rank's own part, so each value must depend only on elements with the same index along those axes.
 
     Raises:
         TreeError: A pattern matches nothing.
@@ -123,7 +123,10 @@ def _pad_data(shard: ShardedTensor, at: int, length: int, fill: _Fill) -> Any:
 
 
 def _fill_values(shard: ShardedTensor, at: int, fill: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return a function's value for a shard's tensor, with an axis of length 1 in place of the missing one."""
+    """Return the result of `fill` for a shard's tensor, with an axis of length 1 inserted at position `at`.
+
+    `fill` must return a tensor without this axis; any other result raises a ShapeError.
+    """
     data = shard.data
     shape = (*data.shape[:at], *data.shape[at + 1 :])
 
@@ -151,7 +154,7 @@ def transpose_tensors(tree: Any, keys: Sequence[str], axes: Sequence[int] | None
         axes: Old axis for each new one, as in ``torch.permute``; reversed by default.
 
     Raises:
-        TreeError: A pattern matches nothing, or a shard isn't a box with all its axes.
+        TreeError: A pattern matches nothing, or a shard is flat or has prepended axes.
         ShapeError: The axes aren't a permutation of a tensor's axes.
 
     Examples:

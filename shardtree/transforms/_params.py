@@ -20,12 +20,12 @@ _IN_OPTIMIZER = "optimizer.state."
 def map_params(f: Callable[[Any, Any], Any], optimizer_state: Any, params: Any) -> Any:
     """Return an optimizer's state with `f` applied to each state of a parameter, such as a moment; other values stay.
 
-    A state's key contains the key of its parameter, or all but the first parts of it, as in `keep_layers`:
+    A state's key contains the key of its parameter. First parts of that key may be left out, as in `keep_layers`:
     ``opt.0.mu.layers.2.w`` belongs to ``layers.2.w`` or ``model.layers.2.w``. The key of a plain value is its path.
 
     Args:
-        f: Function of a state and its parameter, which are leaves as in `map_shards`. A number of one parameter, such
-            as its step count, is a state too.
+        f: Function of a state and its parameter, which are leaves as in `map_shards`. A parameter's own numbers, such
+            as its step count, are states too.
         optimizer_state: Any tree whose states have the parameters' names, such as optax's. States that are stored
             under the parameters' numbers get names from ``LoadOptions(parameter_names=[...])``.
         params: The tree with all parameters of the optimizer.

@@ -1,4 +1,7 @@
-"""Transforms of any tree: it is flattened, transformed, and rebuilt with containers like its own."""
+"""Transforms of any tree: it is flattened to a dict, transformed, and rebuilt with containers like its own.
+
+A key of that dict is called an entry. Usually it is the leaf's path, joined by dots.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +20,18 @@ from ._tree_places import Place, Places, kept_place, moved_place, named_paths, p
 _TENSORS: Final = (ShardedBase, torch.Tensor, LazyTensor)
 
 Flat = Mapping[str, Any]
-"""A dict of shards; other values in it stay unchanged. Its keys are called entries; the shards' own keys count."""
+"""A flat tree: a dict of shards and other values. Its keys are called entries; transforms go by the shards' keys."""
 
 
 class PlacedName(str):
-    """A name in the flat form of a tree, with the path of its leaf.
+    """An entry (a key of a flattened tree), with the path of its leaf in the tree itself.
 
     Attributes:
-        place: Path of the leaf, or of the leaf from which a transform made it.
+        place: Path of the leaf. A leaf that a transform made has the path of the leaf that it replaces.
         is_plain: Whether the leaf at that path is a plain value, not a shard.
-        is_moved: Whether a transform has changed the name.
-        says_place: Whether a changed name determines a new path; otherwise the leaf stays at its path.
+        is_moved: Whether a transform has changed the entry.
+        says_place: Whether a changed entry is the leaf's new path, joined by dots. If it isn't, the leaf stays at its
+            path, except in a flat dict.
     """
 
     place: TreePath
@@ -43,13 +47,13 @@ class PlacedName(str):
         return entry
 
     def of_kind(self, other: PlacedName) -> PlacedName:
-        """Return this entry with another one's `is_plain`."""
+        """Return the same entry with the attribute `is_plain` of another entry."""
         how = {"is_moved": self.is_moved, "says_place": self.says_place}
         return PlacedName(self, self.place, is_plain=other.is_plain, **how)
 
 
 def entry_of(name: str) -> PlacedName:
-    """Return an entry as a `PlacedName`; an ordinary string, as in a dict that a user passed, is its own path.
+    """Return an entry as a `PlacedName`. An ordinary string, as in a caller's dict, gets the path ``(name,)``.
 
     Examples:
         >>> entry_of("h.0.w").place
@@ -59,7 +63,9 @@ def entry_of(name: str) -> PlacedName:
 
 
 def name_of(entry: str, leaf: ShardedBase) -> str:
-    """Return the text with which a leaf's entry usually ends: its key; for a sharded object, its `unique_key`.
+    """Return a leaf's key, or a sharded object's `unique_key`; the entry in a flat tree usually ends with this text.
+
+    A plain value that was made a sharded object for a transform has its key, too.
 
     Examples:
         >>> name_of("rng", ShardedObject("rng", 3, (1,), (0,)))
@@ -69,7 +75,10 @@ def name_of(entry: str, leaf: ShardedBase) -> str:
 
 
 def renamed(entry: str, leaf: ShardedBase, new: ShardedBase) -> PlacedName:
-    """Return the entry of a leaf that replaces another one: the key's change is made at the end of the old entry.
+    """Return the entry, in a flat tree, of a leaf that replaces another one.
+
+    The end that the old key and the old entry have in common is replaced by the end of the new key. If that isn't
+    possible, the entry is the new key.
 
     Args:
         entry: Entry of the old leaf.
@@ -92,7 +101,7 @@ def renamed(entry: str, leaf: ShardedBase, new: ShardedBase) -> PlacedName:
 
 
 def _fronts(key: str, entry: str) -> tuple[str, str | None]:
-    """Return the parts of a key and of an entry before their common end; None for the entry without a common end."""
+    """Return the parts of a key and of an entry before the end that they share; ("", None) if they share no end."""
     if entry.endswith(key):
         return "", entry.removesuffix(key)
     keys, names = key.split("."), entry.split(".")
@@ -139,8 +148,8 @@ def on_tree(doing: str, tree: Any, change: Callable[[Flat], Flat]) -> Any:
 def _named(doing: str, old: Places) -> dict[str, TreePath]:
     """Return the paths of a transform's leaves, by name; some containers of plain values count as one leaf.
 
-    In a flat tree, every container without tensors is one leaf. In any other tree, it is one leaf only if two values
-    would have the same name otherwise.
+    In a flat tree, each container without tensors is one leaf. In any other tree, such a container is one leaf only if
+    a value in it would have the same name as another value, since names must be unique.
     """
     tensors = [path for path, leaf in old.leaves.items() if isinstance(leaf, _TENSORS)]
     above = {path[:depth] for path in tensors for depth in range(len(path) + 1)}
@@ -171,7 +180,11 @@ def _outermost(path: TreePath, above: Collection[TreePath]) -> TreePath:
 
 
 def _boxed(key: str, leaf: Any, has_shards: bool) -> ShardedBase | None:
-    """Return a plain value as a shard or sharded object with the given key; None if the text can't be a key."""
+    """Return a plain value as a shard or sharded object with the given key.
+
+    A dense or lazy tensor becomes a shard if the tree itself has no shards (`has_shards`). The result is None if `key`
+    is empty, isn't valid Unicode, or contains a NUL character.
+    """
     try:
         key.encode()
     except UnicodeEncodeError:

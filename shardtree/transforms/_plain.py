@@ -99,7 +99,11 @@ def rebox(tree: Tree, data: Tree) -> Tree:
 
 
 def _rebox(tree: Tree, data: Tree, path: TreePath, places: list[str], shapes: list[str]) -> Tree:
-    """Return the data at one path, boxed; add misfits to `places` or `shapes`, so that one error names all."""
+    """Return the data at one path in the boxes of `tree`.
+
+    Misfits are added to two lists, so that one error can name them all: `places` gets a text for each value that is
+    missing or isn't a tensor, `shapes` for each tensor of a wrong shape or dtype.
+    """
     if isinstance(tree, _BOXES):
         return _rebox_leaf(tree, data, path, places, shapes)
     children, values = entries(tree), entries(data)

@@ -61,7 +61,7 @@ def split_tensor(
     """Return the tree with a tensor cut along an axis into several; undone by `merge_tensors`.
 
     The new tensors are views; with several groups, tensors in memory are copied. Lazy tensors aren't read. Moments of
-    an optimizer are cut too, as in `keep_layers`, and each part gets a copy of values such as the number of steps.
+    an optimizer, found as in `keep_layers`, are cut too; each part gets a copy of values such as the number of steps.
 
     Args:
         tree: Any tree; a plain tensor's key is its path.
@@ -134,7 +134,15 @@ def _lengths(shard: ShardedTensor, count: int, sizes: Sequence[int] | None, at: 
 
 
 def _gather(data: Any, at: int, start: int, size: int, groups: int) -> Any:
-    """Return the data of one new tensor: its interval of each group, joined."""
+    """Return the data of one new tensor: its intervals from all groups along axis `at`, joined.
+
+    Args:
+        data: Tensor to split.
+        at: Axis.
+        start: Start of the new tensor's interval in every group.
+        size: Length of the new tensor along the axis.
+        groups: Number of equal groups along the axis.
+    """
     # Intervals are concatenated instead of reshaped: lazy tensors record concatenation, and read each element once.
     pieces = [data.narrow(at, first + start, size // groups) for first in group_starts(data.shape[at], groups)]
     return pieces[0] if groups == 1 else join_data(torch.cat, pieces, at)
@@ -148,8 +156,8 @@ _ALIKE = ("dtype", "replica_id", "allow_shape_mismatch", "prepend_axis_num")
 def merge_tensors(tree: Any, names: Sequence[str], key: str, *, axis: int = 0, groups: int = 1) -> Any:
     """Return the tree with several tensors joined along an axis into one; undone by `split_tensor`.
 
-    Tensors in memory are copied; lazy ones aren't read. Moments of an optimizer are joined too, as in `keep_layers`;
-    a state with a single value for each tensor, such as a number of steps, can't be joined and raises a TreeError.
+    Tensors in memory are copied; lazy ones aren't read. Moments of an optimizer, found as in `keep_layers`, are joined
+    too; a state with a single value for each tensor, such as a number of steps, can't be joined and raises a TreeError.
 
     Args:
         tree: Any tree; a plain tensor's key is its path.
@@ -195,7 +203,11 @@ def merge_tensors(tree: Any, names: Sequence[str], key: str, *, axis: int = 0, g
 
 
 def _members(tree: Flat, names: Sequence[str]) -> dict[tuple[str, ...], dict[str, tuple[str, ShardedTensor]]]:
-    """Return the entries and tensors to join: for each match of the stars, a dict with the names as keys."""
+    """Return the tensors to join, by the texts that the stars in the patterns `names` match.
+
+    Tensors with the same texts are a group, which is joined into one tensor. A group is a dict by pattern. Its values
+    are pairs (entry, tensor); the entry is the tensor's key in `tree`.
+    """
     matches: dict[tuple[str, ...], dict[str, tuple[str, ShardedTensor]]] = {}
     for entry, shard in flat_tensors(tree).items():
         for name in names:

@@ -44,9 +44,9 @@ _Group = dict[int, tuple[str, ShardedTensor]]
 def stack_layers(tree: Any, prefix: str) -> Any:
     """Return the tree with the tensors ``<prefix>.<number>.<name>`` stacked into one ``<prefix>.<name>`` for each name.
 
-    The layer number becomes the first axis. Tensors in memory are copied; lazy ones aren't read. Moments and numbers of
-    an optimizer are stacked too, as in `keep_layers`. `unstack_layers` undoes it, except that layers of a list or
-    tuple, or with integers as keys, come back as a dict with the keys "0", "1".
+    The layer number becomes the first axis. Tensors in memory are copied; lazy ones aren't read. An optimizer's
+    moments and step counts, found as in `keep_layers`, are stacked too. `unstack_layers` undoes it, except that layers
+    of a list or tuple, or with integers as keys, come back as a dict with the keys "0", "1".
 
     Args:
         tree: Any tree; a plain tensor's key is its path. All layers must have the same box, shape and dtype.
@@ -80,7 +80,10 @@ def stack_layers(tree: Any, prefix: str) -> Any:
 
 
 def _stacks(tree: Flat, form: KeyForm) -> dict[str, list[ShardedTensor]]:
-    """Return the tensors that replace each entry: the stacked one for the first of the layers, none for the others."""
+    """Return new tensors by the entry that they replace: a list with the stacked tensor, or an empty list.
+
+    The stacked tensor replaces the entry of the layer that comes first in the tree.
+    """
     groups: dict[str, _Group] = defaultdict(dict)
     for entry, shard in flat_tensors(tree).items():
         if (match := form.match(shard.key)) is not None:
@@ -206,12 +209,14 @@ def keep_layers(tree: Any, prefix: str, layers: Sequence[int], *, absent: Iterab
     """Return the tree with only some layers, numbered anew: ``layers[0]`` becomes layer 0, ``layers[1]`` layer 1.
 
     Layers are ``<prefix>.<number>`` and ``<prefix>.<number>.<name>``: tensors, objects and factories, sharded in any
-    way.
-    An optimizer's states and groups go with their parameters, wherever they are: their keys contain the parameter's
-    key (``optimizer.state.exp_avg.<key>``, ``optim.state.<key>.exp_avg``), or all but its first parts, which name the
-    model in the tree (``opt.0.mu.layers.2.w`` for ``model.layers.2.w``). Names in the ``params`` of ``param_groups``
-    are renamed too. A plain value belongs to its layer; in a flat dict, only if the layer has tensors. Layers may be
-    listed in another order, or repeatedly, for a deeper model; repeated layers share their data.
+    way. Numbers may be listed in another order, or repeatedly, for a deeper model; repeated layers share their data. A
+    plain value with such a key goes with its layer. In a flat dict, this holds only for layers that also have tensors
+    or sharded objects.
+
+    An optimizer's states and groups go with their parameters, wherever they are. A state's key contains the parameter's
+    key: ``optimizer.state.exp_avg.<key>``, ``optim.state.<key>.exp_avg``. First parts of the parameter's key may be
+    left out: ``opt.0.mu.layers.2.w`` belongs to ``model.layers.2.w``. Names in the ``params`` of ``param_groups`` are
+    renamed too.
 
     Args:
         tree: Any tree; the key of a plain tensor or value is its path. Renumbered leaves move to their new keys' paths.
@@ -254,7 +259,11 @@ def keep_layers(tree: Any, prefix: str, layers: Sequence[int], *, absent: Iterab
 def _layers_in(
     flat: Flat, form: KeyForm, prefix: str, layers: Sequence[int], absent: Collection[int]
 ) -> dict[str, tuple[str, ...]]:
-    """Return each layer's entries with the texts that the key's pattern matched; raise if a wanted layer is missing."""
+    """Return the entries of all layers, each with the texts that the parts of the pattern `form` match in its key.
+
+    Raises:
+        TreeError: A number in `layers` has no layer and isn't in `absent`; or no key matches, and `absent` is empty.
+    """
     doing, shards = "keep_layers", {entry: leaf for entry, leaf in flat.items() if isinstance(leaf, ShardedBase)}
     matches = {entry: match for entry, leaf in shards.items() if (match := form.match(leaf.key)) is not None}
     # A plain value in a flat dict belongs to a layer if a tensor of that layer is present.
@@ -276,7 +285,11 @@ def _is_one(text: str, numbers: Collection[int]) -> bool:
 
 
 def _renumbered(tree: Flat, form: KeyForm, layers: Sequence[int]) -> dict[str, list[tuple[str, Any]]]:
-    """Return the names and leaves that replace each entry of a layer: one for each new number, possibly none."""
+    """Return new leaves, as (entry, leaf), by the entry of a layer that they replace.
+
+    There is one for each new number of the layer; new numbers are the positions of the old number in `layers`. An empty
+    list means that the layer isn't kept.
+    """
     new: dict[str, list[tuple[str, Any]]] = {}
     places = defaultdict[int, list[int]](list)
     for place, layer in enumerate(layers):
@@ -306,8 +319,8 @@ SameTree = TypeVar("SameTree")
 def partial_rename(tree: SameTree, names: Mapping[str, str]) -> SameTree:
     """Return the tree with shard keys renamed by patterns; other keys stay, and so does the tree's structure.
 
-    States and groups of renamed parameters are renamed too, as in `keep_layers`, unless a pattern matches a state's own
-    key.
+    States and groups of renamed parameters, found as in `keep_layers`, are renamed too, unless a pattern matches a
+    state's own key.
 
     Args:
         tree: Any tree.

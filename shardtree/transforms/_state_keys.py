@@ -51,7 +51,7 @@ class StateKey:
         return not _COPIES.isdisjoint(f"{self.before}{self.after}".split("."))
 
     def of(self, parameter: str) -> str | None:
-        """Return the key of the same state of another parameter; None if that parameter isn't under the same root.
+        """Return the key of the same state of another parameter; None if that parameter's key lacks the prefix `root`.
 
         Examples:
             >>> key = StateKey("model.layers.2.w", "model.", "opt.0.mu.", "")
@@ -66,9 +66,9 @@ class StateKey:
 def state_keys(keys: Collection[str], others: Collection[str] = ()) -> tuple[dict[str, StateKey], dict[str, Parts]]:
     """Return the states among a tree's keys, by key, and the keys of states that can't be related to one parameter.
 
-    A state's key contains its parameter's key, or all but the first parts of it, such as the tree's own name for the
-    model. The other parts must contain a state's name. If first parts are left out, the state's name must be one that
-    models don't use, or the other parts must also name an optimizer: ``optim.state.layers.2.w.exp_avg`` and
+    A state's key contains its parameter's key, and outside of it a state's name, such as ``exp_avg`` or ``mu``. It may
+    leave out the first parts of the parameter's key, such as ``model``. Then a name that models use too, such as
+    ``mu``, isn't enough: an optimizer must be named as well. So ``optim.state.layers.2.w.exp_avg`` and
     ``opt.0.mu.layers.2.w`` belong to ``model.layers.2.w``, but ``opt.layers.2.w`` and ``mu.layers.2.w`` don't.
 
     Args:
@@ -76,8 +76,8 @@ def state_keys(keys: Collection[str], others: Collection[str] = ()) -> tuple[dic
         others: Keys of values that may be states, but aren't parameters.
 
     Returns:
-        The states by key. And the possible parameters of each other key that looks like a state's: several, or an empty
-        tuple.
+        The states by key; and, for each other key that looks like a state's, the keys of its possible parameters. These
+        are at least two, or none.
 
     Examples:
         >>> states, unclear = state_keys(["model.h.2.w", "model.norm.w", "opt.0.mu.h.2.w", "opt.state.norm.w.exp_avg"])
@@ -105,7 +105,13 @@ def state_keys(keys: Collection[str], others: Collection[str] = ()) -> tuple[dic
 
 
 def _state_key(key: str, parts: Parts, ends: Mapping[Parts, list[str]]) -> StateKey | Parts:
-    """Return the `StateKey` of a key; without exactly one possible parameter, the keys of all possible ones."""
+    """Return the `StateKey` of a state's key if it has one possible parameter; else all possible parameters' keys.
+
+    Args:
+        key: Key that may be a state's.
+        parts: The same key, split at its dots.
+        ends: Parameters' keys by each of their suffixes, which are split at the dots.
+    """
     start, stop = _parameter_in(key, parts, ends)
     before, run, after = parts[:start], parts[start:stop], parts[stop:]
     name, around = ".".join(run), (*before, *after)
@@ -141,10 +147,15 @@ def _is_under_states(parts: Parts) -> bool:
 
 
 def _parameter_in(key: str, parts: Parts, ends: Mapping[Parts, list[str]]) -> tuple[int, int]:
-    """Return start and stop of the parameter's parts in a state's key; (0, 0) if there are none.
+    """Return the start and stop of the parameter's key among the parts of a state's key; (0, 0) if it isn't found.
 
-    They are the longest run of parts with which another key ends. The parts before it must name a state or an
-    optimizer, or the last part after it must name a state.
+    The longest run of parts with which another key ends is taken. It counts only if the parts before the run name a
+    state or an optimizer, or if the key's last part, after the run, names a state.
+
+    Args:
+        key: The state's key.
+        parts: The same key, split at its dots.
+        ends: Parameters' keys by each of their suffixes, which are split at the dots.
     """
     for length in range(len(parts) - 1, 0, -1):
         for start in range(len(parts) - length + 1):

@@ -1,4 +1,7 @@
-"""States of the parameters that a transform changes: moments are changed too, wherever they are in a tree."""
+"""Optimizer states of the parameters that a transform changes: they are changed too, wherever they are in a tree.
+
+States are moments, step counts, and copies of a parameter's own values: master weights and averages.
+"""
 
 from __future__ import annotations
 
@@ -47,16 +50,18 @@ def same_shape(state: ShardedBase, parameter: ShardedBase) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class StateChange:
-    """A transform's effect on the states of the parameters that it changes.
+    """A transform's effect on the optimizer states of the parameters that it changes.
 
     Attributes:
         change: The transform, which gets a flat tree in which states have their parameters' keys.
-        fits: Predicate of a state and its parameter: whether the transform applies to the state.
+        fits: Function of a state and its parameter that returns whether the transform applies to the state.
         others: Treatment of numbers and objects that don't fit: they stay, are copied to each new parameter, or raise
             an error.
-        is_lost: Predicate of the key of a state without a parameter in the tree: whether the state raises an error.
-        change_copies: The transform of states that hold the parameter's own values; None to use `change`.
-        renames: Whether parameters get other keys, which an optimizer's groups must then list.
+        is_lost: Function of a state's key, called if the tree lacks the state's parameter. It returns whether this is
+            an error; if not, the state stays.
+        change_copies: The transform for copies of a parameter's own values, such as master weights; None to use
+            `change`.
+        renames: Whether parameters get other keys. Names in an optimizer's groups are then changed too.
     """
 
     change: Callable[[Flat], Mapping[str, Any]]
@@ -68,13 +73,13 @@ class StateChange:
 
 
 def carry_states(doing: str, tree: Flat, new: Flat, own: Collection[str], change: StateChange) -> dict[str, Any]:
-    """Return a transformed tree with the states of the changed parameters changed too.
+    """Return a tree whose parameters a transform has changed, with their optimizer states transformed too.
 
     Args:
         doing: Name of the transform in error messages.
         tree: The flat tree before the transform.
-        new: The tree after the transform of the parameters, with its other entries unchanged.
-        own: Entries of the tree whose shards the transform has changed itself.
+        new: The flat tree after the transform of the parameters; its other entries are unchanged.
+        own: Entries (keys of `tree`) that the transform has already changed: parameters, or states that it matched.
         change: Effect of the transform on states.
 
     Raises:
@@ -123,7 +128,14 @@ def carry_states(doing: str, tree: Flat, new: Flat, own: Collection[str], change
 
 
 def _unrelated(leaf: ShardedBase, owners: Sequence[str] | None, parameters: Flat, change: StateChange) -> str | None:
-    """Return the problem, as text, with a state that may belong to a changed parameter; None if there is none."""
+    """Return an error text for a state that can neither be related to one parameter nor stay; None for other leaves.
+
+    Args:
+        leaf: Leaf of the tree.
+        owners: Keys of the leaf's possible parameters, if it looks like a state; they are several or none.
+        parameters: Changed parameters by key.
+        change: Effect of the transform on states.
+    """
     if owners and not parameters.keys().isdisjoint(owners):
         return f"{leaf.key!r}: may belong to {' or '.join(map(repr, owners))}"
     is_lost = owners == () and change.is_lost(leaf.key) and _has_axes(leaf)
@@ -134,7 +146,17 @@ _Replaced = dict[str, Sequence[tuple[str, Any]]]
 
 
 def _in_groups(known: NamedParameters, shards: Flat, own: Collection[str]) -> tuple[_Replaced, list[str]]:
-    """Return replacements for objects that list renamed parameters, and the problems of such lists."""
+    """Return replacements of sharded objects in which names of changed parameters are listed, and error texts.
+
+    Args:
+        known: Renaming of the parameters.
+        shards: Shards and sharded objects by entry.
+        own: Entries that the transform has already changed, which are left out.
+
+    Returns:
+        The new objects, as (entry, object), by the entry that they replace; and a text for each list of names that
+        can't be changed.
+    """
     replaced: _Replaced = {}
     wrong: list[str] = []
     for entry, leaf in shards.items() if known.changed else ():
@@ -153,17 +175,20 @@ def map_tensors(
     change: Callable[[ShardedTensor], ShardedTensor],
     in_states: Callable[[ShardedTensor], ShardedTensor] | None = None,
 ) -> Any:
-    """Return the tree with a function applied to tensors whose keys match patterns, and to their moments; keys stay.
+    """Return the tree with a function applied to tensors whose keys match patterns; keys stay.
+
+    The tensors' optimizer states of the same shape are changed too.
 
     Args:
         doing: Name of the transform in error messages.
         tree: Any tree.
         keys: Patterns of keys.
         change: Function from a tensor's shard to the new one, with the same key.
-        in_states: The function for moments; None to use `change`. Masters and averages always get `change`.
+        in_states: Function for moments; None to use `change`. States that copy the tensor's own values, such as master
+            weights, always get `change`.
 
     Raises:
-        TreeError: A pattern matches nothing, or states can't follow their parameters.
+        TreeError: A pattern matches no key, or a state can't follow its parameter.
 
     Examples:
         >>> import torch
@@ -203,7 +228,8 @@ def renamed_states(doing: str, keys: Collection[str], names: Mapping[str, str]) 
         names: New keys by old ones, of parameters and all other renamed leaves.
 
     Raises:
-        TreeError: A state can't be related to one parameter, or its parameter's new key isn't under the same root.
+        TreeError: A state may belong to several parameters; or its key leaves out a prefix of its parameter's old key,
+            which the new key lacks.
 
     Examples:
         >>> renamed_states("rename", ["model.a", "opt.mu.a", "opt.nu.a"], {"model.a": "model.b", "opt.nu.a": "x"})

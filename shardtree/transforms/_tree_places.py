@@ -116,7 +116,7 @@ class Place:
 
 
 def kept_place(tree: Places, path: TreePath) -> Place:
-    """Return the place of a leaf that stays where it is.
+    """Return the path of a leaf that doesn't move, with the containers around it, as a `Place`.
 
     Examples:
         >>> kept_place(places({"h": [torch.ones(2)]}), ("h", 0)).path
@@ -126,12 +126,15 @@ def kept_place(tree: Places, path: TreePath) -> Place:
 
 
 def moved_place(tree: Places, path: TreePath, name: str) -> Place:
-    """Return the place of a leaf under a new name, in containers like those around its old one.
+    """Return the new path of a renamed leaf, with containers like the old ones around it, as a `Place`.
+
+    If the new path is as long as the old one, its containers have the same types. Otherwise the entries that stay
+    at both ends keep their containers, and new containers between them are dicts.
 
     Args:
         tree: The old tree.
-        path: The leaf's path in it.
-        name: The new name: entries joined by dots.
+        path: The leaf's old path.
+        name: The leaf's new name: the entries of its new path, joined by dots.
 
     Examples:
         >>> tree = places({"h": [{"w": torch.ones(2)}, {"w": torch.ones(2)}]})

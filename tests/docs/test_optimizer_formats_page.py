@@ -148,7 +148,7 @@ ROWS: dict[str, Try] = {
     "verl, exchanged files of ranks": lambda place: exchanged(
         place, "dtensor_fsdp2_w4", "model_world_size_4_rank_0.pt", "model_world_size_4_rank_1.pt"
     ),
-    "Any, a pickle that names what is not data": with_payload,
+    "Any, a pickle that names what isn't data": with_payload,
 }
 
 

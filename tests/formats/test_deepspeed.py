@@ -105,7 +105,7 @@ def test_the_law_catches_parameters_in_the_order_of_the_model(monkeypatch: pytes
     kept = _flat.group_pieces
     broken = lambda key, params, vectors: kept(key, sorted(params), vectors)  # noqa: E731
     monkeypatch.setattr("shardtree.formats.deepspeed._contents.group_pieces", broken)
-    with pytest.raises(CorruptCheckpoint, match="rounded, is not the weight"):
+    with pytest.raises(CorruptCheckpoint, match="that rounds to another value than the weight"):
         wrong_tensors(dataclasses.replace(SAVE, ranks=2, order="round robin"))
 
 
@@ -146,7 +146,7 @@ def test_an_edited_weight_is_refused_once_a_state_of_it_is_read() -> None:
     folder, file = folder_of(SAVE), model_file(SAVE, 0)
     file["module"]["d"][6] += 1
     folder.replace("step_3/mp_rank_00_model_states.pt", archive(file), durable=False)
-    with pytest.raises(CorruptCheckpoint, match="element 6 of the master of 'd'"):
+    with pytest.raises(CorruptCheckpoint, match="a master weight of 'd' .*, at element 6"):
         st.load_plain_tensors(folder)
     assert "d" in st.load_plain_tensors(folder, options=LoadOptions(verify=None))
 
@@ -179,9 +179,9 @@ def test_a_permuted_file_of_zero3_is_refused_by_the_padding_in_its_moments(order
         assert st.load_plain_tensors(folder).keys() == SAVE.expected().keys()
         return
     assert len(st.load_plain_tensors(folder, options=LoadOptions(verify=None))) == len(SAVE.expected())
-    with pytest.raises(CorruptCheckpoint, match=r"rank_\d.* is not its rank's file: .* has the zeros"):
+    with pytest.raises(CorruptCheckpoint, match=r"rank_\d.* seems to be another rank's file\n.* are zero there in '"):
         st.load_plain_tensors(folder)
-    assert "is not its rank's file" in str(st.verify(folder, report=lambda found: None)[0])
+    assert "seems to be another rank's file" in str(st.verify(folder, report=lambda found: None)[0])
 
 
 def test_padding_that_decay_has_filled_tells_nothing() -> None:

@@ -59,7 +59,7 @@ def test_a_missing_parameter_is_named() -> None:
     folder = universal_of(SAVE)
     for name in folder.names("zero/d"):
         folder.remove(f"zero/d/{name}")
-    lacks = r"lacks masters of parameters that '.*_model_states.pt' lists\n  'zero/d/fp32.pt'"
+    lacks = r"lacks fp32 master weights of parameters that '.*_model_states.pt' lists\n  'zero/d/fp32.pt'"
     with pytest.raises(CorruptCheckpoint, match=lacks):
         st.open_checkpoint(folder)
 

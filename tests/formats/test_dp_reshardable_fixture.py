@@ -76,7 +76,7 @@ def test_groups_that_a_release_tells_apart_are_joined(newer, name, tmp_path):
     groups = [shared | {name: 1e-4, "is_expert_parallel": False}, shared | {name: 2e-4, "is_expert_parallel": True}]
     opened = with_experts(tmp_path, groups, sharded_strategy=("torch_dist", 1), common_strategy=("torch_dist", 1))
     if not newer or name == "lr":  # no optimizer has two of these
-        with pytest.raises(UnsupportedValue, match="experts have hyperparameters of their own"):
+        with pytest.raises(UnsupportedValue, match="different hyperparameters for experts"):
             model_space(opened, expert_parallel=False)
         return
     (tmp_path / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')

@@ -92,7 +92,7 @@ def test_what_pickle_writes_is_read(value: Any, protocol: int) -> None:
         (b"I-7\n.", -7),
         (b"L-70000000000L\n.", -70_000_000_000),
         (b"F1.5\n.", 1.5),
-        (b"S'it\\'s \\x41'\n.", "it is A"),
+        (b"S'it\\'s \\x41'\n.", "it's A"),
         (b'S"\\xff"\n.', b"\xff"),
         (b"Vp\\u00efle\n.", "p\u00efle"),
         (b"T\x02\x00\x00\x00ab.", "ab"),

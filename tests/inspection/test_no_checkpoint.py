@@ -49,7 +49,7 @@ def trainer(root: Path) -> tuple[Path, Sequence[str]]:
         accelerate(root / f"checkpoint-{step}")
         pickled(root / f"checkpoint-{step}", "scheduler.pt", "rng_state_0.pth", "training_args.bin")
     parts = [f"/checkpoint-100/{name}' (dcp 1)" for name in ("optimizer_0", "pytorch_model_fsdp_0")]
-    return root, ["but a run; its newest finished step", *parts]
+    return root, ["but a run, whose newest finished step is:", *parts]
 
 
 def verl(root: Path) -> tuple[Path, Sequence[str]]:

@@ -263,6 +263,16 @@ def test_layers_numbered_by_stage_get_the_model_s_numbers() -> None:
     assert (part.key, part.global_offset) == ("layers.norm", (5, 0))
 
 
+@pytest.mark.parametrize("first", [2, 4], ids=["partly", "all"])
+def test_layers_beyond_the_global_shape_are_refused_unless_they_are_padding(first: int) -> None:
+    shard = st.ShardedTensor.from_rank_offsets("layers.w", torch.ones(2, 2), (0, first // 2, 3))
+    with pytest.raises(ShapeError, match=rf"layers beyond its global shape\n  found layers {first} to {first + 1}"):
+        unstacked_layers("layers")(replace(shard, global_shape=(3, 2), allow_shape_mismatch=True))
+    padded = compose(padded_axis(3), unstacked_layers("layers"))(shard)
+    stored = [torch.ones(2)] * len(padded.shards)
+    assert padded.merge(stored).tolist() == [[float(number < 3)] * 2 for number in range(first, first + 2)]
+
+
 def test_layers_keep_the_grid_of_their_tensors() -> None:
     shard = st.ShardedTensor.from_rank_offsets("layers.1.w", torch.zeros(2, 3), (0, 1, 4))
     [part] = stacked_layers("layers", 6)(shard).shards
@@ -321,7 +331,7 @@ def test_a_flat_range_that_leaves_its_box_is_refused(shape: tuple[int, ...], fla
     """Within the larger tensor its elements would be stored in another rank's rows."""
     box = st.ShardedTensor("w", torch.zeros(4, 2), torch.float32, (4, 2), shape, (0, 0), None)
     for data in (torch.zeros(flat.stop - flat.start), None):
-        with pytest.raises(MetadataError, match=r"'w': flattened_range .*\n.* 8 elements of local_shape \(4, 2\)"):
+        with pytest.raises(MetadataError, match=r"'w': invalid value of flattened_range\n.* 8 elements of local_shape \(4, 2\)"):
             replace(as_factory(box, transposed()), data=data, flattened_range=flat).build()
 
 

@@ -75,5 +75,5 @@ def test_a_key_with_a_pattern_of_its_own_is_no_near_miss() -> None:
 def test_specs_are_shared_by_models_on_request() -> None:
     specs = specs_by_pattern({"**.up.weight": ROWS, "**.experts.*": WHOLE}, default=WHOLE, unused="allow")
     assert shard_at(TREE, MESH, specs, 1)["layers"]["0"]["up"]["weight"].global_offset == (2, 0)
-    with pytest.raises(MetadataError, match="unused does not fit"):
+    with pytest.raises(MetadataError, match="invalid value of unused"):
         specs_by_pattern({}, unused="ignore")  # type: ignore[arg-type]

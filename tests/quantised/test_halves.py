@@ -99,7 +99,7 @@ def test_a_pattern_may_fit_a_weight_that_is_quantised_already() -> None:
 
 
 def test_patterns_without_a_form_that_weights_get_are_refused() -> None:
-    with pytest.raises(MetadataError, match="recode: also does not fit"):
+    with pytest.raises(MetadataError, match="recode: invalid value of also"):
         recode(torch.bfloat16, also=["**.weight"])
     with pytest.raises(KeyMismatch, match="recode: also: the patterns are not a list of strings\n  found '\\*\\*'"):
         recode(FORMS["fp8_rows"], also="**")

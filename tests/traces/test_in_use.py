@@ -194,7 +194,7 @@ def test_explain_says_why_a_load_through_a_trace_fails(folder: Any) -> None:
         told = st.explain(wrong, folder, **arguments)
         assert told.ok is False
         assert [problem.text.partition("\nat ")[0] for problem in told.problems] == [str(caught.value)]
-    with pytest.raises(MetadataError, match="traces does not fit\\n  found 1, expected one for each of 2 targets"):
+    with pytest.raises(MetadataError, match="invalid value of traces\\n  found 1, expected one for each of 2 targets"):
         st.explain_ranks([wrong, wrong], folder, transform=[found()])
 
 

@@ -148,7 +148,7 @@ def kind_from_file(tag: str, shape: tuple[int, ...]) -> tuple[torch.dtype, tuple
     if tag not in _PAIRS_BY_TAG:
         return dtype_from_tag(tag), shape
     if not shape or shape[-1] % 2:
-        heading = f"shape: values of the safetensors tag {tag!r} cannot be paired along the last axis"
+        heading = f"the safetensors dtype {tag!r} needs an even last axis, since two values share a byte"
         raise UnsupportedValue(error_text(heading, found=shape, expected="a last axis of an even length"))
     return _PAIRS_BY_TAG[tag], (*shape[:-1], shape[-1] // 2)
 

@@ -94,10 +94,10 @@ def _first_weights(axis: int) -> Words:
 
 
 def high_weights(axis: int, start: int, stop: int) -> Words:
-    """Return the factors that the higher bits of the indices `start` to ``stop - 1`` contribute to their weights.
+    """Return a factor for each block of 65,536 indices that meets the range from `start` to ``stop - 1``.
 
-    There is one factor for each block of 65,536 indices in this range, uint64 (blocks,). The weight of an index is its
-    block's factor times the factor in `low_weights` for its lower 16 bits.
+    The weight of an index is the factor of its block times the factor of its lower 16 bits, which is in `low_weights`.
+    The result is uint64 (blocks,).
 
     Examples:
         >>> high_weights(0, 65_535, 65_537).size
@@ -265,10 +265,12 @@ _seen = [0]
 
 
 def compiled_for(words: int) -> SlabTotal | None:
-    """Return `compiled_total`, or None without numba or while the process sums too few words to make compiling pay.
+    """Return `compiled_total` if numba is installed and compiling is worth its time; otherwise None.
+
+    Compiling is worth its time once the words of all calls in this process add up to `_WORTH`.
 
     Args:
-        words: Number of words to be summed next.
+        words: Number of words to sum next, which is added to those of earlier calls.
     """
     _seen[0] += words  # threads that race may lose a count, which is harmless
     return compiled_total if _seen[0] >= _WORTH and _has_numba() else None

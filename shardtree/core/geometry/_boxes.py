@@ -23,8 +23,8 @@ from ...errors import CheckpointingException, MetadataError, error_text
 def refuse(
     subject: str, field: str, found: object, expected: str, fix: str, *, error: type[CheckpointingException]
 ) -> NoReturn:
-    """Raise `error` with the heading "subject: field doesn't fit", the found and expected values, and the fix."""
-    raise error(error_text(f"{subject}: {field} does not fit", found=found, expected=expected, fix=fix))
+    """Raise `error` with the heading "subject: invalid value of field", found and expected values, and the fix."""
+    raise error(error_text(f"{subject}: invalid value of {field}", found=found, expected=expected, fix=fix))
 
 
 def check_type(subject: str, field: str, value: object, kind: type, fix: str) -> None:
@@ -296,14 +296,14 @@ def group_sums(group: Column | tuple[Column, ...], values: Column, groups: int |
 
 
 def span_numbers(first: Column, count: Column) -> tuple[Column, Column]:
-    """Return two columns about the integers in all spans: the index of each integer's span, and the integers.
+    """Return the integers in several spans, ranges of consecutive integers, with the index of each integer's span.
 
     Args:
         first: First integer of each span, int64 (spans,).
         count: Length of each span, int64 (spans,).
 
     Returns:
-        ``(span, number)``: the index of each integer's span, and the integers, int64 (integers,) each.
+        ``(span, number)``, int64 (integers,) each: the index of each integer's span, and the integer.
 
     Examples:
         >>> [column.tolist() for column in span_numbers(np.array([5, 0]), np.array([2, 1]))]

@@ -43,12 +43,13 @@ def carve_boxes(offset: Column, shape: Column, left: Column, cut_offset: Column,
     """Cut pieces out of boxes, and return these pieces and the remaining ones.
 
     Each pair is a box and another box that cuts it. The pairs of a box are applied in order: an element goes to the
-    first pair whose cutting box contains it. If the cuts of a box don't overlap each other, they stay whole.
+    first pair whose cutting box contains it. A pair may get several pieces. It gets at most one if the cutting boxes of
+    its box don't overlap each other within this box.
 
     Args:
         offset: Offset of each box, int64 (boxes, axes).
         shape: Shape of each box, int64 (boxes, axes).
-        left: Row of the box that each pair cuts, int64 (pairs,).
+        left: Row in `offset` of the box that each pair cuts, int64 (pairs,).
         cut_offset: Offset of each pair's cutting box, int64 (pairs, axes).
         cut_shape: Shape of each pair's cutting box, int64 (pairs, axes).
 
@@ -78,9 +79,9 @@ def _carve_in_order(boxes: _Boxes, left: Column, cuts: _Boxes) -> tuple[_Boxes, 
     """Return the pieces that cuts take out of their boxes, one cut after the other, and the remaining pieces.
 
     Args:
-        boxes: Boxes, identified by their rows in ascending order.
-        left: Row of the box that each cut applies to, int64 (cuts,).
-        cuts: Cuts, identified by the indices of their pairs.
+        boxes: Boxes; their identifiers ascend.
+        left: Identifier of the box that each cut applies to, int64 (cuts,).
+        cuts: Cuts, each a box within its box. A piece has the identifier of its cut.
     """
     (number, *places), node, cut = _divide(boxes, np.searchsorted(boxes[0], left), cuts)
     order = np.argsort(node, kind="stable")
@@ -135,11 +136,13 @@ def _divide(boxes: _Boxes, node: Column, cuts: _Boxes) -> tuple[_Boxes, Column, 
 
 
 def _middles(boxes: _Boxes, node: Column, offset: Column, shape: Column) -> tuple[Column, Column, Mask]:
-    """Return a place to divide each box, in the middle of its cuts' edges.
+    """Return an axis and a coordinate at which to divide each box: the median of its cuts' edges.
+
+    The arguments `node`, `offset` and `shape` are the index of each cut's box, and the cut's offset and shape.
 
     Returns:
         ``(axis, at, divides)``, (boxes,) each: the axis with the most edges inside the box, the median of these edges,
-        and whether there is any edge inside.
+        and whether there is an edge inside.
     """
     count, axes = boxes[0].size, range(offset.shape[1])
     edges, twice = np.concatenate([offset, offset + shape]), np.tile(node, 2)
@@ -204,9 +207,9 @@ def _in_order(row: Column, offset: Column, shape: Column) -> tuple[Column, Colum
 def flat_boxes(shape: Column, start: Column, stop: Column) -> tuple[Column, Column, Column, Column]:
     """Return the boxes that make up flat ranges, each of which is a slice of a row-major flattened box.
 
-    A range has at most ``2 * axes - 1`` boxes, each contiguous in the range. The first boxes complete, from the last
-    axis to the first, the row in which the range begins. The others take, from the first axis to the last, the whole
-    rows that fit before the range's end.
+    A range has at most ``2 * axes - 1`` boxes, each contiguous in the range. In a matrix these are the end of a row,
+    some whole rows, and the beginning of a row. With three axes, whole planes are in the middle, whole rows on both
+    sides of them, and incomplete rows at both ends.
 
     Args:
         shape: Shape of each range's flattened box, int64 (ranges, axes).
@@ -214,8 +217,8 @@ def flat_boxes(shape: Column, start: Column, stop: Column) -> tuple[Column, Colu
         stop: One past the last element, int64 (ranges,).
 
     Returns:
-        ``(row, offset, shape, position)``: the row of each box's range, its offset within the flattened box, its shape,
-        and the index of its first element in the range. Ordered by row, then position.
+        ``(row, offset, shape, position)``: the index of each box's range; the box's offset within the flattened box;
+        its shape; and the index of its first element in the range. Ordered by range, then position.
 
     Examples:
         >>> row, offset, part, position = flat_boxes(*map(np.array, ([[3, 4]], [2], [9])))
@@ -247,10 +250,10 @@ def flat_boxes(shape: Column, start: Column, stop: Column) -> tuple[Column, Colu
 def _axis_boxes(
     shape: Column, strides: Column, axis: int, rows: Column, begin: Column, until: Column, start: Column
 ) -> tuple[Column, Column, Column, Column]:
-    """Return, for each range, the box of its elements `begin` to ``until - 1``, counted in the flattened box.
+    """Return elements `begin` to ``until - 1`` of each range's flattened box as a box, in the columns of `flat_boxes`.
 
-    Its size is 1 along the axes before `axis`, and full along the axes after it. The result has the columns of
-    `flat_boxes`.
+    This box has size 1 along the axes before `axis`, and the whole size along the axes after it. The arguments `rows`
+    and `start` are the index and the first element of each range.
     """
     offset = begin[:, None] // strides % np.maximum(shape, 1)
     part = shape.copy()
@@ -328,7 +331,7 @@ def distinct_boxes(key: Column, offset: Column, shape: Column) -> tuple[Column, 
 
 
 def first_rows(number: Column, count: int) -> Column:
-    """Return the index of each number's first occurrence, int64 (count,).
+    """Return the position at which each of the numbers 0 to ``count - 1`` first occurs in `number`, int64 (count,).
 
     Examples:
         >>> first_rows(np.array([1, 0, 1]), 2).tolist()
@@ -340,7 +343,10 @@ def first_rows(number: Column, count: int) -> Column:
 
 
 def _cuts(key: Column, offset: Column, shape: Column) -> list[tuple[Column, Column]]:
-    """Return, for each axis, the edges of overlapping boxes inside a box, as columns of distinct (box, coordinate)."""
+    """Return, for each axis, the coordinates at which to cut boxes, as ``(box, at)``, int64 (cuts,) each.
+
+    `box` is the row of a box, and `at` a coordinate inside it, where an overlapping box of its tensor has an edge.
+    """
     left, right = overlapping_pairs(key, offset, shape, key, offset, shape)
     left, right = left[left != right], right[left != right]
     cuts = []

@@ -24,15 +24,15 @@ _MOST_AXES = 4
 
 
 def tiled_groups(group: Column, offset: Column, shape: Column, groups: int) -> NDArray[np.bool_]:
-    """Return whether each group's boxes tile the smallest box around them, without gaps or overlaps.
+    """Return whether each group's boxes tile their bounding box, without gaps or overlaps.
 
     Each index of each axis has a pseudorandom weight. The weight of an element is the product of its indices' weights
     modulo 2**64. The weight of a box is the sum over its elements, computed from the box's corners. Boxes that tile
-    another box have together the same weight as that box. Boxes that don't tile it have the same weight with a
-    probability of about 2**-60 if they differ along one axis or two, and 2**-52 if they differ along four, since the
-    difference is a nonzero polynomial of the indices' weights. A positive result is therefore reliable; a negative one
-    means a gap, an overlap, or boxes that differ along more axes. The weights follow from all boxes by a cryptographic
-    hash, so that boxes can't be chosen to fit them.
+    their bounding box have together the weight of the bounding box. Other boxes have this weight with a probability of
+    about 2**-60 if their offsets or shapes vary along one axis or two, and 2**-52 if they vary along four, since the
+    difference is a nonzero polynomial of the indices' weights. True is therefore reliable. False means a gap, an
+    overlap, or that the boxes of all groups vary along more than four axes, which isn't tested. The weights follow from
+    all boxes by a cryptographic hash, so that boxes can't be chosen to fit them.
 
     Args:
         group: Index of each box's group, int64 (boxes,).
@@ -83,10 +83,10 @@ def _seed(boxes: bytes, axis: int) -> np.uint64:
 
 
 def _weight(place: Column, seed: np.uint64) -> _Weights:
-    """Return the sum of the weights of all indices below each coordinate of an axis.
+    """Return, for each coordinate in `place`, the sum of the weights of all indices below it along an axis.
 
-    The sums come first: each is a pseudorandom number, the coordinate mixed as in SplitMix64. A weight is the
-    difference of two successive sums.
+    These sums define the weights. A sum is a pseudorandom number, computed from the coordinate and the axis's seed as
+    in SplitMix64, and an index's weight is the difference of two successive sums.
     """
     weight = place.astype(np.uint64)
     weight += seed
@@ -110,8 +110,8 @@ def shared_groups(group: Column, offset: Column, shape: Column) -> Column:
     """Return the groups in which two boxes share an element, ascending.
 
     A group of many boxes is divided until the answer for each part is known: if the boxes' volumes add up to more than
-    that of the smallest box around them, two of them overlap; if few pairs of boxes remain, all are compared. A million
-    equal boxes thus take no longer than a million boxes that tile.
+    that of their bounding box, two of them overlap; if few pairs of boxes remain, all are compared. A million equal
+    boxes thus take no longer than a million boxes that tile.
 
     Args:
         group: Index of each box's group, int64 (boxes,).
@@ -164,7 +164,7 @@ def _shared(begin: Column, end: Column) -> bool:
 
 
 def _overfull(begin: Column, end: Column) -> bool:
-    """Return whether the boxes' volumes clearly add up to more than that of the smallest box around them."""
+    """Return whether the boxes' volumes add up to more than their bounding box's, by more than rounding errors."""
     around = (end.max(axis=0) - begin.min(axis=0)).astype(np.float64).prod()
     # The margin allows for rounding, since these are sums of floats. Within it, comparing pairs decides.
     return bool((end - begin).astype(np.float64).prod(axis=1).sum() > around * 1.001)
@@ -249,9 +249,10 @@ def _as_boxes(begin: Column, end: Column) -> Boxes:
 
 
 def _faults_between(begin: Column, end: Column, low: Column, high: Column) -> tuple[Boxes, Boxes]:
-    """Return the parts between two corners of the region that no box covers, and those that several boxes cover.
+    """Return the parts of a region that no box covers, and the parts that several boxes cover.
 
-    Boxes are given and returned by their begins and ends, int64 (boxes, axes) each.
+    The region extends from `low` to `high`, int64 (axes,). All boxes, also those returned, are columns of begins and
+    ends, int64 (boxes, axes).
     """
     begin, end = np.maximum(begin, low), np.minimum(end, high)
     rows = np.flatnonzero((begin < end).all(axis=1))
@@ -289,7 +290,10 @@ def _concatenate(one: Boxes, other: Boxes) -> Boxes:
 
 
 def _cell_counts(begin: Column, end: Column, edges: list[Column]) -> Column:
-    """Return the number of boxes that cover each cell of the grid whose lines are `edges`."""
+    """Return the number of boxes that cover each cell of a grid, as an array with the axes of the grid.
+
+    Boxes are given by their begins and ends. `edges` has the coordinates of the grid lines along each axis.
+    """
     count = np.zeros([len(places) for places in edges], dtype=np.int64)
     sides = [
         (np.searchsorted(places, begin[:, axis]), np.searchsorted(places, end[:, axis]))

@@ -128,7 +128,8 @@ def cell_index(subject: str, box: Shape, offset: Shape, counts: Shape | None) ->
 def cell_shape(subject: str, global_shape: Shape, counts: Shape, *, padded: bool) -> Shape:
     """Return the shape of the cells of a regular grid with `counts` cells along the axes.
 
-    A global size that isn't a multiple of its count is rounded down if `padded` is set; otherwise ShapeError is raised.
+    If a global size isn't a multiple of its count, ShapeError is raised. With `padded`, the cell's size is rounded down
+    instead: the sizes of a padded tensor need not be multiples.
 
     Examples:
         >>> cell_shape("ShardedTensor 'w'", (32, 2), (8, 1), padded=False)

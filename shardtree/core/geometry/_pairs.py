@@ -1,4 +1,9 @@
-"""Pairs of overlapping boxes from two columns of boxes, found by sorting instead of comparing all pairs."""
+"""Pairs of overlapping boxes from two columns of boxes, found by sorting instead of comparing all pairs.
+
+Boxes are in groups, such as tensors, and a pair is in one group. A group's boxes are sorted by their begins along its
+sorting axis, the axis with the most distinct begins. A candidate is a pair that may overlap along this axis. A slab is
+the part of a group between two coordinates of another axis; it becomes a group with fewer candidates.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +23,13 @@ _AT_ONCE = 1 << 15
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reach:
-    """The bounding box of each group of boxes, one row a group.
+    """The bounding box of each group of boxes, with one row for each group.
 
     Attributes:
         group: Group number, ascending, int64 (groups,).
         low: Lower corner of the box, int64 (groups, axes).
         high: Upper corner of the box, exclusive, int64 (groups, axes).
-        row: Row of one of the group's boxes, int64 (groups,).
+        row: Row of the group's first box in the columns that `reach_of` got, int64 (groups,).
         count: Number of boxes in the group, int64 (groups,).
     """
 
@@ -111,10 +116,10 @@ def rows_with_elements(shape: Column) -> Column:
 
 
 def _group_runs(groups: Column, sorted_group: Column) -> Iterator[tuple[Column | slice, slice, Column]]:
-    """Yield the boxes of the groups in batches of bounded size: ``(rows, groups, count)``.
+    """Yield the boxes of some groups in batches of bounded size, as ``(rows, part, count)``.
 
-    `rows` are the batch's positions in `sorted_group`, as a slice if they are consecutive, `groups` is a slice of the
-    argument `groups`, and `count` is each of these groups' number of boxes in the batch.
+    `sorted_group` has the group of each box, and `groups` the wanted groups, both ascending. `rows` are positions in
+    `sorted_group`, `part` is a slice of `groups`, and `count` is the number of the batch's boxes in each such group.
     """
     first, last = (np.searchsorted(sorted_group, groups, side=side) for side in ("left", "right"))
     for low in range(int(first.min(initial=0)), int(last.max(initial=0)), _AT_ONCE):
@@ -151,7 +156,7 @@ copies are at most this many times as many as the boxes."""
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupedBoxes:
-    """Boxes in groups; none of them is empty.
+    """Boxes in groups; each box has elements.
 
     Attributes:
         row: Row of each box in the caller's columns, int64 (boxes,).
@@ -169,21 +174,21 @@ class GroupedBoxes:
         return len(self.row)
 
     def interval(self, axis: Column) -> tuple[Column, Column]:
-        """Return the begin and the end of each box along the axis that `axis` has for it, int64 (boxes,) each."""
+        """Return the begin and the end of each box along the axis ``axis[box]``, int64 (boxes,) each."""
         rows = np.arange(len(self))
         begin = self.offset[rows, axis]
         return begin, begin + self.shape[rows, axis]
 
 
 def in_slabs(left: GroupedBoxes, right: GroupedBoxes, axis: Column) -> tuple[GroupedBoxes, GroupedBoxes]:
-    """Divide groups into slabs across an axis, and return the boxes with the slabs as their groups.
+    """Divide groups into slabs along an axis, and return the boxes with the slabs as their groups.
 
-    A box occurs once for each slab that it overlaps. Boxes of a group that overlap therefore share a slab.
+    A box occurs once for each slab that it overlaps, so that two overlapping boxes are together in at least one slab.
 
     Args:
-        left: Boxes with groups from 0.
-        right: Boxes with groups from 0; each slab of a group but the first begins where one of these boxes does.
-        axis: Axis across which each group is divided, int64 (groups,).
+        left: Boxes; their groups are numbered from 0.
+        right: Boxes in the same groups. Each slab but a group's first begins where one of these boxes begins.
+        axis: Axis along which each group is divided, int64 (groups,).
 
     Examples:
         >>> row, zero = np.arange(4), np.zeros(4, dtype=np.int64)
@@ -207,9 +212,9 @@ def in_slabs(left: GroupedBoxes, right: GroupedBoxes, axis: Column) -> tuple[Gro
 
 
 def _group_places(boxes: GroupedBoxes, axis: Column, places: Column) -> tuple[Column, Column]:
-    """Return the boxes' begins and ends as integers that sort by group, then by coordinate.
+    """Return the boxes' begins and ends along the axis of their group, as integers ordered by group, then coordinate.
 
-    `places` lists all coordinates, ascending; a coordinate's index in it is part of the integer.
+    `axis` has each group's axis. `places` lists all coordinates, ascending; the integers contain indices in it.
     """
     begin, end = boxes.interval(axis[boxes.group])
     base = boxes.group * places.size
@@ -217,7 +222,7 @@ def _group_places(boxes: GroupedBoxes, axis: Column, places: Column) -> tuple[Co
 
 
 def _spans(bounds: Column, begin: Column, end: Column) -> tuple[Column, Column]:
-    """Return the first slab that each interval overlaps, and the number of slabs that it overlaps."""
+    """Return each interval's first slab, and the number of slabs that it overlaps; slab i begins at ``bounds[i]``."""
     first = np.searchsorted(bounds, begin, side="right") - 1
     return first, np.searchsorted(bounds, end, side="left") - first
 
@@ -335,7 +340,7 @@ def _of_groups(boxes: GroupedBoxes, groups: Column) -> GroupedBoxes:
 
 
 def _cut_into_slabs(left: GroupedBoxes, right: GroupedBoxes) -> tuple[GroupedBoxes, GroupedBoxes]:
-    """Return the boxes with groups divided into slabs along further axes, until the candidates are few enough."""
+    """Divide groups into slabs, one axis after another, until there are few candidates per box; return the boxes."""
     for number in range(1, right.offset.shape[1]):
         _, _, counts = _candidate_runs(left, right)
         if counts.sum() <= _PLENTY * (len(left) + len(right)):
@@ -346,7 +351,7 @@ def _cut_into_slabs(left: GroupedBoxes, right: GroupedBoxes) -> tuple[GroupedBox
 
 
 def _candidates(left: GroupedBoxes, right: GroupedBoxes) -> tuple[Column, Column]:
-    """Return the rows of the left and right boxes of a group that overlap along the group's first sorting axis."""
+    """Return the row of the left box and the row of the right box of each candidate, int64 (candidates,) each."""
     order, first, counts = _candidate_runs(left, right)
     one, place = span_numbers(first, counts)
     other = order[place]
@@ -355,11 +360,11 @@ def _candidates(left: GroupedBoxes, right: GroupedBoxes) -> tuple[Column, Column
 
 
 def _candidate_runs(left: GroupedBoxes, right: GroupedBoxes) -> tuple[Column, Column, Column]:
-    """Return each left box's candidates as a run of the right boxes, sorted along their group's first sorting axis.
+    """Return each left box's candidates as a run of right boxes, sorted by group and begin along the sorting axis.
 
     Returns:
-        ``(order, first, count)``: the sorted right boxes, (rights,), and the first position and the length of each left
-        box's run in this order, (lefts,) each.
+        ``(order, first, count)``: the rows of `right` in sorted order, (rights,), and the first position and the length
+        of each left box's run in this order, (lefts,) each.
     """
     if not len(left):
         return left.row, left.row, left.row

@@ -75,7 +75,7 @@ def sharding_problems(parts: Sequence[ShardColumns], objects: Sequence[ObjectCol
 
 
 def join_checked(parts: Sequence[ShardColumns], objects: Sequence[ObjectColumns] = ()) -> ShardColumns:
-    """Return all ranks' shards as one, rows in the same order, after checking that they fit together.
+    """Return all ranks' shards in one `ShardColumns`, rank by rank, after checking that they fit together.
 
     Args:
         parts: Shards of each rank.

@@ -1,4 +1,4 @@
-"""Global arrays of objects: arrays with all their values, rules that convert them, and arrays found among objects."""
+"""Global arrays of objects: whole arrays, rules that convert them, and arrays assembled from sharded objects."""
 
 from __future__ import annotations
 
@@ -127,11 +127,14 @@ def _cell(number: int, shape: Shape) -> Shape:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeldArrays:
-    """The arrays that the objects of one key make up, in most cases only one.
+    """The arrays that the sharded objects of one key make up, in most cases only one.
+
+    A sharded object states the shape of its array. The size of the last axis may be -1 (unknown); the complete shape
+    then has the smallest size with room for all objects of the array.
 
     Attributes:
-        shapes: Complete shape for each shape that objects state; a stated shape may end in -1, an unknown size.
-        mains: Main replicas by their array's complete shape, then by cell.
+        shapes: Dict from stated shapes to complete shapes.
+        mains: Main replicas, as a dict from the complete shape of an array to a dict from its cells to their objects.
     """
 
     shapes: dict[Shape, Shape] = field(default_factory=dict)
@@ -139,34 +142,41 @@ class HeldArrays:
 
     @property
     def all_shapes(self) -> tuple[Shape, ...]:
-        """The complete shapes of the arrays."""
+        """The complete shape of each array, once."""
         return tuple(dict.fromkeys(self.shapes.values()))
 
     def shape_as(self, shape: Shape) -> Shape | None:
-        """Return the complete shape of the array with this stated or complete shape; None if there is no such array."""
+        """Return the complete shape for a shape that objects state; None if no object states it.
+
+        The complete shape of an array is returned unchanged.
+        """
         return self.shapes.get(shape, shape if shape in self.all_shapes else None)
 
     def whole(self, key: str, shape: Shape) -> ObjectArray:
-        """Return the array of a complete shape with all its values.
+        """Return an array with the values of all its cells.
+
+        Args:
+            key: Key of the array.
+            shape: Complete shape of the array.
 
         Raises:
-            IntegrityError: Cells have no main replica.
+            IntegrityError: Some cells have no main replica.
         """
         mains = self.mains.get(shape, {})
         if len(mains) != cell_count(shape):
             # The cells are generated lazily, since a file may claim an array of any shape.
             present = {_number(cell, shape) for cell in mains}
             missing = (_cell(number, shape) for number in missing_numbers(present, len(mains), cell_count(shape)))
-            heading = f"the objects {key!r} of shape {shape} are incomplete: no main replica of these cells"
+            heading = f"objects {key!r}, global shape {shape}: no main replica at these indices"
             count, fix = cell_count(shape) - len(mains), "Pass the objects of all ranks."
             raise IntegrityError(error_text(heading, offenders=map(str, missing), count=count, fix=fix))
         return ObjectArray(key, shape, tuple(mains[cell].data for cell in cells_of(shape)))
 
 
 def held_arrays(objects: Iterable[ShardedObject]) -> Mapping[str, HeldArrays]:
-    """Return the arrays that objects make up, by key.
+    """Return the arrays that sharded objects make up, by key.
 
-    If an array's last size is unknown (-1), the last object determines it.
+    If the size of an array's last axis is unknown (-1), the object with the largest index along it determines the size.
 
     Raises:
         IntegrityError: A cell has two main replicas.

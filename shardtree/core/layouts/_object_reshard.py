@@ -121,7 +121,7 @@ def rules_by_key(doing: str, rules: Mapping[str, ObjectRule], keys: Iterable[str
 
 
 def reshaped_arrays(arrays: Mapping[str, HeldArrays], targets: Iterable[ShardedObject]) -> tuple[ShapeChange, ...]:
-    """Return a `ShapeChange` for each array and shape that targets request but the source lacks.
+    """Return a `ShapeChange` for each array that targets request in a shape that it doesn't have in the source.
 
     Args:
         arrays: Arrays of the source; targets with other keys are ignored.
@@ -160,7 +160,7 @@ def check_ruled(arrays: Iterable[ShapeChange], rules: Mapping[str, ObjectRule]) 
         raise IntegrityError(error_text(heading, offenders=lacking, fix=fix))
     unclear = [str(array) for array in arrays if len(array.stored) > 1 or min(array.asked, default=0) < 0]
     if unclear:
-        heading, fix = "objects change their shape, but a shape is ambiguous", "Give each key one shape, without -1."
+        heading, fix = "these arrays of objects have ambiguous shapes", "Give each key one global_shape, without -1."
         raise IntegrityError(error_text(heading, offenders=unclear, fix=fix))
 
 
@@ -193,8 +193,8 @@ def objects_by_rule(
             values[array] = _values(arrays[item.key], *array, rules)
         value = values[array].get(item.global_offset, _MISSING)
         if value is _MISSING:
-            text, fix = f"objects {item.key!r}: no rank has the cell {item.global_offset}", "Pass all ranks' objects."
-            raise IntegrityError(error_text(text, found=f"no main replica in shape {item.global_shape}", fix=fix))
+            where, fix = f"at {item.global_offset}, global shape {item.global_shape}", "Pass the objects of all ranks."
+            raise IntegrityError(error_text(f"objects {item.key!r}: no main replica {where}", fix=fix))
         name = f"the object {item.key!r} at {item.global_offset}"
         # Each target gets a copy: replicas and a rule's repeated values would share mutable state.
         objects.append(item if value is HOLE else replace(item, data=own_copy(value, name)))

@@ -98,7 +98,7 @@ def join_objects(parts: Sequence[ObjectColumns]) -> ObjectColumns:
 def object_problems(columns: ObjectColumns) -> tuple[Problem, ...]:
     """Return a problem for each cell of the global arrays that doesn't have exactly one main replica.
 
-    If an array's last size is unknown (-1), the last object of any rank determines it.
+    If the size of an array's last axis is unknown (-1), the object with the largest index along it determines the size.
 
     Args:
         columns: Objects of all ranks.

@@ -1,7 +1,7 @@
 """Faults of layouts as columns, and problems, which describe them in words.
 
 A fault is a box or flat range of a global tensor that has no main replica, or several. A problem describes a fault and
-the shards in it or next to it.
+the shards in it or next to it. The area of a flat shard is the box that it is a flat range of.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ROUNDED = 2.0**62
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Faults:
-    """Boxes and flat ranges of global tensors with no main replica, or several, one a row.
+    """Faults of global tensors, one a row: boxes and flat ranges without a main replica, or with several.
 
     Attributes:
         key: Index of the tensor's key in the shards' `keys`, ascending, int64 (faults,).
@@ -50,8 +50,8 @@ class Faults:
 def sharding_faults(main: ShardColumns) -> Faults:
     """Return the parts of global tensors that belong to none of the shards, or to several.
 
-    A fault is a box, unless the tensor has flat ranges whose boxes neither overlap other shards nor exceed the tensor.
-    Faults inside these boxes are then flat ranges, since the tensor's user computes with those.
+    A fault is a box, or a flat range of an area, the box that a flat shard is a range of. Flat ranges are used for a
+    tensor if all its areas lie inside the tensor, and overlap neither each other nor shards that are boxes.
 
     Args:
         main: Main replicas of all ranks.
@@ -114,10 +114,7 @@ def _are_whole(shards: ShardColumns, regions: Column) -> bool:
 
 
 def _flat_areas(shards: ShardColumns) -> tuple[ShardColumns, Column]:
-    """Return the distinct areas, the boxes that flat shards are ranges of, and the row of each shard's area.
-
-    A shard that is a box has the row -1.
-    """
+    """Return the distinct areas of flat shards, and the row of each shard's area; -1 for a shard that is a box."""
     flat = np.flatnonzero(shards.start >= 0)
     boxes = np.column_stack([shards.key[flat], shards.offset[flat], shards.shape[flat]])
     _, first, number = np.unique(boxes, axis=0, return_index=True, return_inverse=True)
@@ -129,7 +126,13 @@ def _flat_areas(shards: ShardColumns) -> tuple[ShardColumns, Column]:
 def _reported_in_ranges(shards: ShardColumns, areas: ShardColumns, regions: Column) -> Mask:
     """Return for each tensor whether its faults are reported as flat ranges, bool (keys,).
 
-    This requires that it has flat shards, and that their areas and its other shards lie inside it without overlaps.
+    It is true if the tensor has flat shards, all areas lie inside the tensor, and neither two areas nor an area and a
+    shard that is a box overlap.
+
+    Args:
+        shards: All shards.
+        areas: Distinct areas of the flat shards.
+        regions: Global shape of each tensor, int64 (keys, axes).
     """
     in_ranges = np.zeros(len(shards.keys), dtype=np.bool_)
     if not areas.key.size:
@@ -148,9 +151,10 @@ def _reported_in_ranges(shards: ShardColumns, areas: ShardColumns, regions: Colu
 
 
 def _boxes(shards: ShardColumns, areas: ShardColumns, in_ranges: Mask) -> tuple[Column, Column, Column]:
-    """Return the boxes of all shards: their keys, offsets and shapes.
+    """Return the boxes to search for faults: the index of each box's tensor, its offset and its shape.
 
-    Where faults are reported as flat ranges, each area replaces the boxes of its flat shards.
+    They are the boxes that make up all shards. If a tensor's faults are reported as flat ranges (see `in_ranges`),
+    its areas replace its flat shards.
     """
     rows = np.flatnonzero((shards.start < 0) | ~in_ranges[shards.key])
     others = select_rows(shards, rows)
@@ -166,7 +170,8 @@ def _boxes(shards: ShardColumns, areas: ShardColumns, in_ranges: Mask) -> tuple[
 def _box_faults(group: Column, offset: Column, shape: Column, regions: Column, *, with_gaps: bool) -> Faults:
     """Return the parts of each region that several boxes of its group cover.
 
-    If `with_gaps` is set, parts that no box covers are included.
+    If `with_gaps` is set, parts that no box covers are included. `regions` has the shape of each group's region, int64
+    (groups, axes).
     """
     sizes = _sizes(regions)
     offset, shape = _clipped(group, offset, shape, regions)
@@ -189,7 +194,10 @@ def _box_faults(group: Column, offset: Column, shape: Column, regions: Column, *
 
 
 def _clipped(group: Column, offset: Column, shape: Column, regions: Column) -> tuple[Column, Column]:
-    """Return the offsets and shapes of boxes without the parts beyond their regions."""
+    """Return the offsets and shapes of boxes, without parts that lie beyond the regions of their groups.
+
+    `regions` has the shape of each group's region, int64 (groups, axes).
+    """
     whole = regions.take(group, axis=0)
     begin = np.minimum(offset, whole)
     return begin, np.minimum(offset + shape, whole) - begin
@@ -338,10 +346,10 @@ def _problem(shards: ShardColumns, faults: Faults, row: int, held: tuple[str, Co
 
 
 def _holders(shards: ShardColumns, faults: Faults) -> list[tuple[str, Column]]:
-    """Return the shards to name in each fault's problem, after the text that introduces them.
+    """Return ``(text, rows)`` for each fault: an introduction, and the shards that the fault's problem names after it.
 
-    For several main replicas these are the main replicas. For none they are other replicas in the fault, or else the
-    main replicas next to it, if there are any.
+    Where main replicas overlap, the shards are these. Where a main replica is missing, the shards are other replicas
+    that have elements of the fault; if there are none, main replicas next to the fault; if there are none, no shards.
     """
     mains, others = np.flatnonzero(shards.main), np.flatnonzero(~shards.main)
     doubled, gaps = np.flatnonzero(faults.doubled), np.flatnonzero(~faults.doubled)
@@ -375,6 +383,9 @@ def _within_reach(shards: ShardColumns, faults: Faults, *, reach: int) -> Iterat
 
 
 def _place(places: ShardColumns | Faults, row: int, axes: int) -> tuple[tuple[slice, ...], slice | None]:
-    """Return the box in a row, without padding on the left, and its flat range; None for a whole box."""
+    """Return the box in a row, as `axes` slices, and the flat range of this box; None if the row has no flat range.
+
+    In the columns, boxes of tensors with fewer axes are padded on the left.
+    """
     start, stop = int(places.start[row]), int(places.stop[row])
     return geometry.box_slices(places.offset[row], places.shape[row], axes), None if start < 0 else slice(start, stop)

@@ -52,8 +52,8 @@ def arithmetic(
 def mapped(function: Callable[..., torch.Tensor], lazies: Sequence[Source], dtype: torch.dtype, name: str) -> Boxwise:
     """Return a source that computes a caller's elementwise function.
 
-    The first window that is read tests whether the function is elementwise, and so does a later window if more of its
-    elements can be tested.
+    When the first window is read, `check_elementwise` tests the function with it. A later window is tested only if
+    `elements_tested` is larger for it than for the windows tested before.
 
     Args:
         function: Function from 1-D tensors to a 1-D tensor.
@@ -146,12 +146,13 @@ def check_kind(result: Any, shape: Shape | None, dtype: torch.dtype | None) -> N
 def check_elementwise(function: Callable[..., Any], values: Sequence[torch.Tensor]) -> None:
     """Raise unless a function returns the same bits for a window, for the window's parts, and for its transpose.
 
-    The window is divided in two ways. At most 16,384 elements are tested; the function gets them along one axis, padded
-    to whole vectors.
+    At most 16,384 elements of the window are tested: as a matrix, or along one axis if the window has only one. These
+    are cut into two parts, then into three; a matrix is also transposed. The function gets each part flattened, and
+    padded to a multiple of 64 elements.
 
     Args:
         function: The caller's function.
-        values: Operands in a window, of one shape.
+        values: Each operand's elements in the window, of one shape.
 
     Raises:
         UnsupportedValue: An element depends on more than the elements at its index.
@@ -162,7 +163,7 @@ def check_elementwise(function: Callable[..., Any], values: Sequence[torch.Tenso
         ...     check_elementwise(lambda x: x / x.norm(), [torch.tensor([3.0, 4.0])])
         ... except UnsupportedValue as error:
         ...     print(str(error).splitlines()[0])
-        lazy_map: the function is not elementwise: its results differ if a window is cut in 2 along axis 0
+        lazy_map: the function is not elementwise: its results change if the operands are cut in 2 along axis 0
     """
     samples = [_sample(value) for value in values]
     whole = _result(function, samples)
@@ -179,7 +180,7 @@ def check_elementwise(function: Callable[..., Any], values: Sequence[torch.Tenso
 
 
 def elements_tested(values: Sequence[torch.Tensor]) -> int:
-    """Return the number of elements that `check_elementwise` would test; 0 if the elements of each operand are equal.
+    """Return the number of elements that `check_elementwise` would test; 0 if every operand is constant there.
 
     Examples:
         >>> elements_tested([torch.tensor([3.0, 4.0])]), elements_tested([torch.zeros(2)])
@@ -207,7 +208,7 @@ def _result(function: Callable[..., Any], values: Sequence[torch.Tensor]) -> tor
 
 
 def _not_elementwise(how: str) -> UnsupportedValue:
-    heading = f"lazy_map: the function is not elementwise: its results differ if a window is {how}"
+    heading = f"lazy_map: the function is not elementwise: its results change if the operands are {how}"
     return UnsupportedValue(error_text(heading, fix=_FIX))
 
 
@@ -253,7 +254,7 @@ def product(left: Source, right: Source) -> Boxwise:
 
 
 def _spans(start: int, count: int, step: int, length: int) -> Iterator[tuple[int, int]]:
-    """Yield the begin and length of each block along an axis that overlaps a range of indices.
+    """Divide an axis into blocks, and yield (begin, length) of each block that overlaps a range of indices.
 
     Args:
         start: First index of the range.

@@ -16,7 +16,9 @@ _is_filled: ContextVar[bool] = ContextVar("is_filled", default=False)
 
 @contextmanager
 def only_filled() -> Iterator[None]:
-    """Return a context in which tensors are only memory to fill: in this thread `has_no_elements` is then always true.
+    """Return a context in which tensors are only memory to fill, so that their elements must not be read.
+
+    In this context `has_no_elements` returns True for every tensor. Other threads aren't affected.
 
     Examples:
         >>> with only_filled():

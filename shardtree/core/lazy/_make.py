@@ -50,11 +50,12 @@ def lazy_map(function: Callable[..., torch.Tensor], *lazies: LazyTensor) -> Lazy
     """Return the lazy result of an elementwise function, computed window by window when it is read.
 
     Args:
-        function: Function from tensors of one axis, in order, to a tensor of their shape. It must be pure and
-            elementwise: an element of the result depends only on the elements at its index. It is called at once with
-            tensors of one element, to learn the result's dtype. For the first window that is read, it is also called
-            for parts of the window, and for its transpose if it has two axes: the bits must be the same. Later windows
-            are tested too if they have more elements to test.
+        function: Function from 1-D tensors, one for each operand in order, to a tensor of their shape. It must be pure
+            and elementwise: an element of the result depends only on the elements at its index. It is called at once
+            with tensors of one element, to learn the result's dtype. When the first window is read, the function is
+            tested: it is also called for parts of the window and, if the window has two axes or more, for its elements
+            in transposed order, and must return the same bits. It is tested again if a later window has more elements
+            that can be tested.
         lazies: Operands of one shape, at least one.
 
     Raises:
@@ -72,8 +73,8 @@ def lazy_map(function: Callable[..., torch.Tensor], *lazies: LazyTensor) -> Lazy
     """
     others = [type(value).__name__ for value in lazies if not isinstance(value, LazyTensor)]
     if others or not lazies:
-        heading, fix = "lazy_map: operands that are not lazy tensors", "Pass the data of shards from open_checkpoint."
-        raise UnsupportedValue(error_text(heading, found=", ".join(others) or "none", fix=fix))
+        heading, fix = "lazy_map: operands must be lazy tensors", "Pass the data of shards from open_checkpoint."
+        raise UnsupportedValue(error_text(heading, found=", ".join(others) or "no operands", fix=fix))
     check_one_shape(lazies[0].name, "lazy_map", [lazy.shape for lazy in lazies])
     sample = function(*(torch.ones(1, dtype=torch.float32, device="cpu").to(lazy.dtype) for lazy in lazies))
     check_kind(sample, (1,), None)

@@ -75,7 +75,10 @@ def refusal(name: str, operation: str, why: str = "is not recorded") -> Unsuppor
 
 
 def refusing_operators(cls: Class) -> Class:
-    """Add methods that refuse operators on elements to a class; ``__getattr__`` can't, since operators bypass it."""
+    """Decorate a class so that operators on elements raise an error.
+
+    ``__getattr__`` of the class can't do this, since operators bypass it.
+    """
     for word in _OPERATORS:
         setattr(cls, f"__{word}__", _refuser(f"__{word}__"))
     return cls

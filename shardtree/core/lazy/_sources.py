@@ -59,9 +59,10 @@ def narrow(view: Strided, box: Box) -> Strided:
 def covering(view: Strided, shape: Shape) -> tuple[Box, Strided]:
     """Return a box of a dense tensor that contains a view's elements, and the same view as a view of that box.
 
-    Each stride is decomposed into the tensor's own strides, so that it becomes a step along some dimensions. Steps may
-    run over the end of a dimension that a reshape merged into the dimension before. The box then includes the whole of
-    such a dimension, so that the carry stays right. Apart from merged dimensions, the box is the smallest possible.
+    Each stride of the view is decomposed into strides of the tensor, and so becomes a step along some dimensions. Steps
+    of the view may cross the end of a row and continue in the next one, for example after a reshape that merged the
+    two axes of a matrix. The box then has whole rows, so that a step has the same length in memory everywhere. The
+    same applies to any other dimension. Without such crossings, the box is the smallest possible.
 
     Args:
         view: View of at least one element.
@@ -92,9 +93,10 @@ def covering(view: Strided, shape: Shape) -> tuple[Box, Strided]:
 
 
 def _box(start: Shape, spans: Sequence[int], shape: Shape) -> Box:
-    """Return the box that begins at `start` and extends by `spans`.
+    """Return the box from the element `start` to the element ``start + spans``.
 
-    If it runs over the end of a dimension, it takes the whole dimension, and further indices of the dimension before.
+    The latter may lie beyond the end of a dimension, since a view's elements may continue in the next row. The box then
+    has the whole dimension, and more indices of the dimension before, as in addition with carry.
     """
     carry = 0
     ranges: list[tuple[int, int]] = []
@@ -128,7 +130,7 @@ ReadBox = Callable[[Shape, Shape], torch.Tensor]
 
 
 class Fetch(NamedTuple):
-    """A box of the stored tensor `name` that a read fetches."""
+    """A box of a stored tensor that a read fetches: the tensor's name and dtype, and the box's offset and shape."""
 
     name: str
     dtype: torch.dtype
@@ -202,8 +204,9 @@ class Boxwise:
         name: Name for errors and ``repr``.
         shape: Shape of the tensor.
         dtype: Dtype of the tensor.
-        recipe: Function from a box to its recipe: the boxes of other tensors, and a function from an iterator over
-            their elements to a new tensor that the caller owns. The iterator reads each box only when it is requested.
+        recipe: Function from a box to ``(needs, make)``. `needs` are boxes of other tensors. `make` computes the box
+            as a new tensor that the caller owns; its argument is an iterator over the elements of `needs`, which reads
+            the next of these boxes at each step.
         identify: Function that returns the tensor's identity: its sources, and other values. It returns None for a
             tensor that a caller's function computes.
     """

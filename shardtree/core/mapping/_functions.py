@@ -69,10 +69,10 @@ def _same_plain(left: Any, right: Any) -> bool:
 
 
 def _parts(value: Any) -> tuple[Any, Sequence[Any]] | None:
-    """Take a container or function apart for a comparison: return (identity, parts), or None for any other value.
+    """Take a container or function apart for a comparison: return (head, parts), or None for any other value.
 
-    Two values of one type are equal if their identities are equal, such as the keys of two dicts or the code of two
-    functions, and their parts are equal one by one.
+    Two values of one type are equal if their heads are equal by ``==``, and their parts are equal one by one. The head
+    of a dict is its keys, for example, and the head of a function includes its code.
     """
     further = getattr(value, "__dict__", None) or None  # attributes set on a function or on a subclass's instance
     if isinstance(value, FunctionType):
@@ -94,7 +94,8 @@ def _parts(value: Any) -> tuple[Any, Sequence[Any]] | None:
 def _attributes(value: Any) -> tuple[Any, Sequence[Any]] | None:
     """Return (names, values) of the attributes by which a dataclass instance is compared.
 
-    The result is None for modules, and if the class itself defines equality and its instances are not callable.
+    The result is None for a torch module. It is also None for an instance that isn't callable, if its class defines
+    equality.
     """
     kind: Any = type(value)
     has_own = kind.__eq__ is not object.__eq__

@@ -81,10 +81,10 @@ def refuse_subclass(derived: type) -> NoReturn:
         UnsupportedValue: Always.
     """
     found = f"class {derived.__qualname__}({', '.join(base.__name__ for base in derived.__bases__)})"
-    expected = "one of shardtree's own leaves"
-    fix = "Put the added values beside the leaf, for example in the same dict, or write functions that take leaves."
+    expected = "one of shardtree's own classes"
+    fix = "Keep added fields beside the instance, for example in the same dict, and write methods as functions."
     # A class without a module, such as one made by `eval`, has no `__module__`.
-    heading = f"{getattr(derived, '__module__', 'no module')}: a class derives from a leaf's class"
+    heading = f"{getattr(derived, '__module__', 'no module')}: a class derives from one that cannot be subclassed"
     raise UnsupportedValue(error_text(heading, found=found, expected=expected, fix=fix))
 
 
@@ -246,7 +246,7 @@ class ShardedObject(ShardedBase):
 
     @property
     def unique_key(self) -> str:
-        """The key with the cell's index and the array's shape: `<key>/shard_<offset>_<shape>`."""
+        """The array's key, the object's index in the array, and the array's shape: `<key>/shard_<offset>_<shape>`."""
         return f"{self.key}/shard_{'.'.join(map(str, self.global_offset))}_{'.'.join(map(str, self.global_shape))}"
 
     @classmethod

@@ -49,9 +49,9 @@ def check_data(subject: str, data: object, dtype: torch.dtype, shape: tuple[int,
         return
     check_has_shape(subject, data)
     if data.dtype != dtype:
-        geometry.refuse(subject, "data's dtype", data.dtype, str(dtype), _RECAST, error=ShapeError)
+        geometry.refuse(subject, "data.dtype", data.dtype, str(dtype), _RECAST, error=ShapeError)
     if tuple(data.shape) != shape:
-        geometry.refuse(subject, "data's shape", tuple(data.shape), f"{shape} by {source}", _RECAST, error=ShapeError)
+        geometry.refuse(subject, "data.shape", tuple(data.shape), f"{shape} by {source}", _RECAST, error=ShapeError)
 
 
 def without_shape(data: object) -> str:
@@ -285,10 +285,10 @@ class ShardedTensor(ShardedBase):
         return geometry.cell_shape(leaf_name(self), self.global_shape, counts, padded=self.allow_shape_mismatch)
 
     def narrow(self, dim: int, start: int, length: int) -> list[ShardedTensor]:
-        """Return this shard narrowed to [start, start + length) along `dim`, if every rank narrows its own box alike.
+        """Return this shard narrowed to the indices [start, start + length) of its own box along `dim`.
 
-        The global tensor shrinks along with the boxes, which must therefore form a regular grid along `dim`. The data
-        of the results are views.
+        Every rank must narrow its own box in the same way: the global tensor shrinks along with the boxes, which must
+        therefore form a regular grid along `dim`. The data of the results are views.
 
         Args:
             dim: Axis of `local_shape`; negative numbers count from its end.

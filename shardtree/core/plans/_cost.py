@@ -40,7 +40,8 @@ class Prospect:
 
     Attributes:
         problems: Reasons why some shards can't be loaded.
-        cost: Function that returns the cost of loading the other shards; None if the format can't compute it.
+        cost: Function that returns the cost of loading the shards that can be loaded; None if the format can't compute
+            it.
         uncompared: Keys of optimizer states whose master weights could be compared with the weights, but will not be.
     """
 

@@ -22,12 +22,15 @@ from ._misfits import Gap, Mismatch, Unexpected, by_number
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """The part of a shard that lies within another global shape, as slices of a box in the shard's data.
+    """A part of a shard that lies within another global shape.
+
+    A shard's data are one box or, if the shard is a flat range, several boxes, one after another. The part lies in one
+    of these boxes.
 
     Attributes:
         start: Offset of the box in the shard's flattened data, in elements.
         shape: Shape of the box.
-        part: Slice along each axis of the box.
+        part: The part as slices of the box, one for each axis.
     """
 
     start: int

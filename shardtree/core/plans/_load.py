@@ -106,7 +106,7 @@ class LoadPlan:
 
     @property
     def bytes_read(self) -> int:
-        """The number of bytes of tensors that the plan loads, without gaps."""
+        """The number of bytes that the plan copies into shards; gaps that are read along with them don't count."""
         sizes = geometry.volumes(self.strided.shape) * self.strided.item_size
         return int(self.runs.length.sum() + sizes.sum())
 

@@ -180,14 +180,14 @@ _STATE = re.compile(r"(optimizer\.state\.[^.]+)\.(.*)", re.DOTALL)
 
 
 def by_number(key: str, names: Collection[str]) -> str | None:
-    """Return the stored key of parameter 0's optimizer state, as an example that states are stored by number.
+    """Return the stored key of parameter 0's optimizer state, as an example of keys that end with parameter numbers.
 
     Args:
-        key: Requested key of an optimizer state, by the parameter's name.
+        key: Requested key of an optimizer state, which ends with the name of a parameter.
         names: Stored keys.
 
     Returns:
-        The stored key; None if `key` isn't such a key, or the state isn't stored by number.
+        The stored key; None if `key` isn't such a key, or the states aren't stored under parameter numbers.
 
     Examples:
         >>> by_number("optimizer.state.exp_avg.w", ["optimizer.state.exp_avg.0"])
@@ -236,7 +236,7 @@ class PrefixDifference:
 
     @property
     def what(self) -> str:
-        """The prefix by which the stored keys differ, as text."""
+        """The difference between the requested and the stored keys, as text."""
         how = f"without their prefix {self.too_much!r}" if self.too_much else f"with {self.lacking!r} before them"
         return f"stored {how}"
 

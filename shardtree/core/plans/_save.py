@@ -132,9 +132,9 @@ def find_holders(place: Column, rank: Column, is_wanted: Mask) -> Holders:
 
 
 def holder_sets(holders: Holders) -> Iterator[tuple[Column, Column]]:
-    """Group places by their sets of holders: yield (places, ranks) for each set of two or more ranks.
+    """Yield ``(places, ranks)`` for each set of two or more ranks: the places that exactly these ranks hold.
 
-    Smaller sets come first.
+    Both are int64 columns: the numbers of the places, and the ranks. Sets of fewer ranks come first.
     """
     for count in distinct(holders.count[holders.count > 1]).tolist():
         numbers = np.flatnonzero(holders.count == count)
@@ -196,13 +196,13 @@ class Parts:
 
 
 def deal_out(alone: Parts, lines: list[HeldLine], load: Column, shortest_cut: int) -> Parts:
-    """Divide each line among its holders, so that all ranks send, or read, balanced numbers of bytes.
+    """Divide each `HeldLine` among the ranks that hold it, so that the bytes to send or read are balanced over ranks.
 
     Args:
         alone: Parts that only one rank can take; the result has them too.
         lines: Lines to divide.
-        load: Number of further bytes of each rank, int64 (ranks,).
-        shortest_cut: Smallest size of a part in bytes, if its item is cut.
+        load: Number of further bytes that each rank sends or reads, int64 (ranks,).
+        shortest_cut: Smallest size in bytes of the parts of an item that is cut.
 
     Examples:
         >>> none, one = np.zeros(0, dtype=np.int64), np.array([100])
@@ -236,12 +236,12 @@ def _add_load(load: Column, parts: Parts, sign: int) -> Column:
 
 
 def _assign_line(line: HeldLine, load: Column, shortest_cut: int) -> Parts:
-    """Divide a line among its holders: each gets an interval, longer if its load is lower.
+    """Divide a line among its holders: each gets an interval of bytes, longer if its load is lower.
 
     Args:
         line: Line to divide.
         load: Number of other bytes of each holder, int64 (holders,).
-        shortest_cut: Smallest size of a part in bytes, if its item is cut.
+        shortest_cut: Smallest size in bytes of the parts of an item that is cut.
     """
     end = np.cumsum(line.size)
     begin = end - line.size
@@ -257,14 +257,16 @@ def _assign_line(line: HeldLine, load: Column, shortest_cut: int) -> Parts:
 
 
 def snap(bounds: Column, begin: Column, size: Column, row: Column, shortest_cut: int) -> Column:
-    """Move bounds of a line to allowed cuts: the nearest row's begin, or an end of the item.
+    """Return the allowed cuts of a `HeldLine` that are next to intended cuts.
+
+    A cut is allowed between two items. It is also allowed between two rows of an item, unless a part becomes too short.
 
     Args:
-        bounds: Intended cuts, as offsets in the line, int64 (cuts,).
+        bounds: Intended cuts, as offsets in the line of bytes, int64 (cuts,).
         begin: Offset in the line of the item that contains each bound, int64 (cuts,).
         size: Size of that item, int64 (cuts,).
         row: Row size of that item, 0 if it must stay whole, int64 (cuts,).
-        shortest_cut: Smallest size of a part in bytes, if its item is cut.
+        shortest_cut: Smallest size in bytes of the parts of an item that is cut.
     """
     at = bounds - begin
     whole = np.where(2 * at > size, size, 0)

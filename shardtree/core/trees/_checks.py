@@ -1,4 +1,4 @@
-"""Checks of whole trees: a value must be a tree, and must not hide shards or tensors from tree maps."""
+"""Checks of whole trees: a value must be a tree, and must not hide shards or tensors from functions over trees."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _OURS = (ShardedBase, LocalNonpersistentObject, LazyTensor, Record)
 
 
 def check_is_tree(doing: str, tree: Any) -> None:
-    """Raise unless a value is a tree, whose shards are all in containers that tree maps enter.
+    """Raise unless a value is a tree, whose shards are all in containers that functions over trees enter.
 
     Args:
         doing: Name of the operation, for the message.
@@ -88,7 +88,7 @@ def refuse_too_deep(doing: str) -> Iterator[None]:
 
 
 def refuse_hidden(doing: str, leaves: Sequence[tuple[TreePath, Any]]) -> None:
-    """Raise if a leaf hides shards or tensors from tree maps: they would be stored as a plain value, or be lost.
+    """Raise if a leaf hides shards or tensors from functions over trees: they would be lost, or stored as plain values.
 
     Args:
         doing: Name of the operation, for the message.
@@ -97,9 +97,10 @@ def refuse_hidden(doing: str, leaves: Sequence[tuple[TreePath, Any]]) -> None:
     Raises:
         TreeError: Leaves are sharded tensors of another library (DTensors, Megatron-Core's leaves, JAX's arrays), or
             objects with a state_dict; the error names all of them, and the values to pass instead.
-        UnsupportedValue: The data of shards are wrapper subclasses; the error names these shards only. Or shards, local
-            objects, DTensors or Megatron-Core's leaves lie inside values, or instances of dataclasses or attrs classes
-            hold tensors; the error names all such leaves.
+        UnsupportedValue: A leaf is a shard whose data is a wrapper subclass; the error names all such shards, and no
+            other leaves.
+        UnsupportedValue: A leaf contains shards, local objects, DTensors or Megatron-Core's leaves; or it is, or
+            contains, an instance of a dataclass or attrs class with tensors. The error names all such leaves.
 
     Examples:
         >>> refuse_hidden("save", [(("options",), {1, 2})])
@@ -113,7 +114,7 @@ def refuse_hidden(doing: str, leaves: Sequence[tuple[TreePath, Any]]) -> None:
         raise TreeError(error_text(heading, offenders=names, fix=fix))
     hosts = [(path, leaf) for path, leaf in others if _hides_any(leaf)]
     if hosts:
-        fix = "Put shards, tensors and local objects in dicts, lists and tuples, which tree maps enter."
+        fix = "Put shards, tensors and LocalNonpersistentObjects in dicts, lists or tuples: no other value is searched."
         fix += f" {REGISTER}" * any(_has_fields(leaf) for _, leaf in hosts)
         names = [f"{render_path(path)}: {_named_type(leaf)}" for path, leaf in hosts]
         raise UnsupportedValue(error_text(f"{doing}: shards or tensors hidden in values", offenders=names, fix=fix))

@@ -65,10 +65,10 @@ def _without_holes(tree: Tree) -> Tree:
 
 
 def comparable(common: Any) -> Any:
-    """Return a common tree's values, which must be equal on all ranks, without holes and empty containers.
+    """Return a common tree reduced to its values, which must be equal on all ranks.
 
-    The result is a tree of new containers. In lists and tuples, holes stay before and between values, since they keep
-    positions.
+    Dicts lose their holes (`HOLE`, the placeholder of a shard) and the containers without a value. A list or tuple with
+    a value keeps its length: holes stay, and replace containers without a value. The containers of the result are new.
 
     Examples:
         >>> comparable({"w": HOLE, "step": 1, "none here": []}), comparable([HOLE, HOLE])
@@ -107,19 +107,19 @@ Conflicts = dict[TreePath, dict[int, Tree]]
 """Conflicting values of ranks, by path and rank."""
 
 United = Mapping[TreePath, Set[Any]]
-"""The keys that all ranks have in a dict, by the dict's path, for each dict in which some ranks have further keys."""
+"""The keys that no rank lacks, by the dict's path, for each dict whose keys differ between ranks."""
 
 
 @refusing_depth
 def unite(trees: Mapping[int, Tree]) -> tuple[Tree, Conflicts]:
     """Return the union of several ranks' common trees, and the values in which they conflict.
 
-    Dicts are united by key, at any depth. Any other value that several ranks have at one path must have the same bits.
-    This includes lists, whose positions don't show to which rank a value belongs. Holes and empty containers agree with
-    any value.
+    Dicts are united by key, at any depth. A value that isn't a dict must have the same bits on all ranks that have it.
+    A list counts as one such value, since its items have no keys. A hole (`HOLE`, the placeholder of a shard) or an
+    empty container agrees with any value.
 
     Args:
-        trees: Common tree of each rank, with or without holes.
+        trees: Common tree of each rank, which may have holes.
 
     Returns:
         The union, which has the first rank's value where ranks conflict; and a dict from the path of each conflict to
@@ -149,7 +149,10 @@ def _unite(trees: Mapping[int, Tree], path: TreePath, conflicts: Conflicts) -> T
 
 
 def united(trees: Sequence[Tree]) -> United:
-    """Return the dicts in which ranks have different keys: the path of each, with the keys that all ranks have.
+    """Return the paths of the dicts whose keys differ between ranks, each with the keys that no rank lacks.
+
+    Ranks without the dict are ignored. A key counts as missing if its value has nothing but holes (placeholders of
+    shards) and empty containers.
 
     Args:
         trees: Common tree of each rank.

@@ -147,11 +147,12 @@ def held_tensors(tree: Tree) -> list[tuple[str, torch.Tensor]]:
 
 
 def merge_into_held(doing: str, tree: Tree) -> MergeOne:
-    """Return a `merge_one` for `build_factories` that merges into the tensors of a donated target's factories.
+    """Return a function that merges a factory's loaded subtree into the factory's own tensor, which is donated.
 
-    If the loaded tensors are views that together make up a factory's tensor, it is filled already. Otherwise the merged
-    value is copied into it. Nothing is copied, and the merged value is returned, if its shape or dtype differs, or if
-    several factories have the same tensor, since their merged values may differ.
+    The function is the argument `merge_one` of `build_factories`. If the loaded tensors are views that together make up
+    the factory's tensor, it is filled already, and is returned. Otherwise the merged value is copied into the tensor,
+    provided that the shapes and dtypes are equal, and that no other factory has the same tensor. If not, nothing is
+    copied, and the merged value itself is returned.
 
     Args:
         doing: Name of the operation, for messages.
@@ -218,13 +219,16 @@ def _holds_factory(tree: Tree) -> bool:
 
 
 def _checked_entries(data: Tree, tree: Tree, children: Mapping[Any, Tree], path: TreePath) -> Mapping[Any, Tree]:
-    """Return the children of a loaded container by entry, or raise TreeError if some that factories merge are missing.
+    """Return the children of a loaded container by entry: key, position or field.
 
     Args:
         data: Loaded container.
-        tree: Container of the tree with factories, at the same path.
-        children: Children of `tree` that are or hold factories.
+        tree: Container at the same path in the tree with factories.
+        children: Children of `tree` that are factories or contain some, by entry.
         path: Path of both containers.
+
+    Raises:
+        TreeError: The containers have different types or lengths, or `data` lacks an entry of `children`.
     """
     places = entries(data)
     # Dicts have keys as entries, sequences positions.
@@ -275,7 +279,7 @@ def extract_metadata(tree: Tree) -> dict[str, ShardedTensor | ShardedObject]:
         key = leaf.unique_key if isinstance(leaf, ShardedObject) else leaf.key
         first = metadata.setdefault(key, leaf)
         if _global_kind(first) != _global_kind(leaf):
-            conflicts.append(f"{key!r} at {render_path(path)}: found {_kind_text(leaf)}, before {_kind_text(first)}")
+            conflicts.append(f"{key!r} at {render_path(path)}: {_kind_text(leaf)}, but earlier {_kind_text(first)}")
     if conflicts:
         fix = "Give each global tensor a key of its own."
         raise IntegrityError(error_text("shards of one key describe different tensors", offenders=conflicts, fix=fix))

@@ -47,7 +47,7 @@ def flatten_visible(tree: Tree) -> tuple[list[Any], optree.PyTreeSpec]:
     # One search for all leaves, so that contents that many of them share are searched once.
     if not kinds <= _VISIBLE and hides_shards(*[leaf for leaf in leaves if type(leaf) not in _VISIBLE]):
         hosts = [(path, leaf) for path, leaf in zip(spec.paths(), leaves, strict=True) if hides_shards(leaf)]
-        fix = "Put shards in dicts, lists and tuples, which tree maps enter."
+        fix = "Put shards in dicts, lists or tuples: no other value is searched."
         fix += f" {REGISTER}" * any(type(leaf).__module__ != "builtins" for _, leaf in hosts)
         names = [f"{render_path(path)}: {type(leaf).__name__}" for path, leaf in hosts]
         raise UnsupportedValue(error_text(HIDDEN, offenders=names, fix=fix))

@@ -1,8 +1,8 @@
 """The join of a stored common tree with a target's loaded values, and `Record`, a stored instance without its class.
 
-Holes and empty containers in a stored tree describe only the rank that stored it, so a join must not depend on them:
-every container of the target is in the result. A `Record` replaces an instance of a class, since no file may name a
-class to import.
+A hole (`HOLE`) marks a missing value: a shard's in the stored tree, a plain value's in the target. Holes and empty
+containers in a stored tree describe only the rank that stored it, so a join must not depend on them: every container of
+the target is in the result. A `Record` replaces an instance of a class, since no file may name a class to import.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def stored_entries(node: Tree) -> Mapping[Any, Tree] | None:
-    """Return a container's children by entry, or a record's fields by name; None for a leaf."""
+    """Return a container's children by key, position or field; a `Record`'s values by field name; None for a leaf."""
     return node.fields if isinstance(node, Record) else entries(node)
 
 
@@ -93,7 +93,10 @@ Own = Mapping[TreePath, Any]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Spare:
-    """A container with only the target's own values, used only if the enclosing container needs an entry there."""
+    """A container of the target's own values, none of them stored or loaded.
+
+    An enclosing list, tuple or instance keeps `value`, since it needs all its entries. An enclosing dict leaves it out.
+    """
 
     value: Tree
 
@@ -102,32 +105,30 @@ class _Spare:
 def join(common: Tree, target: Tree, own: Own | None = None) -> Tree:
     """Return the stored common tree joined with a target's loaded values.
 
-    Dicts are joined by key, lists and tuples of equal length by position, and a stored record with the target's
-    instance by field name. Every container of the target is in the result, of the target's type, whatever holes and
-    empty containers are stored there; a dict may gain stored keys, followed by the target's new keys. There is one
-    exception: if a container of the target has nothing to load, and can't be joined with the stored container, it is
-    replaced by the stored container, provided that this is complete.
+    A hole (`HOLE`) marks a missing value. Dicts are joined by key, lists and tuples of equal length by position, and a
+    stored `Record` with the target's instance by field name. The result has the target's containers, of the target's
+    types. A dict may gain stored keys, followed by the target's new keys. A container without loaded values is replaced
+    by the stored value if this is complete and can't be joined with the container.
 
-    Incomplete entries are left out: a hole that the target doesn't fill is left out of its dict. A list, tuple or
-    record with such a hole is left out as a whole, unless the target has something to load in it. `left_out` returns
-    the paths of stored values that are left out.
+    A dict leaves out an entry if neither tree has its value. A list, tuple or instance can't leave out a single entry,
+    so it is left out as a whole. `left_out` returns the paths of stored values that are left out.
 
     Args:
         common: Common tree, as `common_with_holes` returns it.
         target: The target's tree with loaded values instead of shards, and holes instead of plain values. A
             `LocalNonpersistentObject` is unwrapped here, and its value isn't entered: wrap loaded objects in one too,
             since they may be containers.
-        own: Values of the target, by path, that fill the remaining holes: in a list, tuple or instance of a class, or
-            in a dict inside of such a container if nothing of the dict is stored. If `own` is given, a class or named
-            tuple may also have other fields than its stored version, and stored fields that it lacks are left out. If
-            `own` is None, no hole is filled in this way, and fields must be the same.
+        own: Values of the target, by path, which complete lists, tuples and instances of classes: they fill the
+            remaining holes. They also fill a dict in such a container if nothing of the dict is stored. If `own` is
+            given, the fields of a class or named tuple may differ from the stored fields; stored fields that it lacks
+            are left out. If `own` is None, no hole is filled in this way, and fields must be the same.
 
     Returns:
         A tree without holes; subtrees of the target without holes are shared.
 
     Raises:
-        TreeError: The target has something to load where a value is stored, or in a container that doesn't fit the
-            stored container or would keep a hole; or nothing remains of the tree.
+        TreeError: A loaded value has the path of a stored value, or lies in a container that can't be joined with the
+            stored one; a list, tuple or instance with a loaded value keeps a hole; or nothing remains of the tree.
 
     Examples:
         >>> join({"step": 3, "w": HOLE, "gone": HOLE, "mixed": [HOLE, 1]}, {"mixed": ["b", HOLE], "w": "a"})
@@ -141,7 +142,7 @@ def join(common: Tree, target: Tree, own: Own | None = None) -> Tree:
     if isinstance(tree, _Spare):
         return tree.value
     if tree is HOLE:
-        heading, fix = "join: nothing is left of the tree", "Give the target the structure that was saved, or a dict."
+        heading, fix = "join: not all values of the root are loaded", "Load into the saved structure, or into a dict."
         raise TreeError(error_text(heading, found=describe(target), expected=_description(common), fix=fix))
     return tree
 
@@ -162,7 +163,9 @@ def left_out(common: Tree, tree: Tree) -> tuple[TreePath, ...]:
 
 
 def misfits(common: Tree, target: Tree) -> tuple[TreePath, ...]:
-    """Return the paths at which a target has values to load that don't fit the stored tree, so that `join` raises.
+    """Return the paths at which a target's values to load don't fit the stored tree; `join` without `own` raises there.
+
+    Such a path has a stored plain value, or a stored container that can't be joined with the target's.
 
     Args:
         common: Stored common tree.
@@ -251,7 +254,10 @@ def _fix_of_misfit(common: Tree, target: Tree, own: Own | None) -> str:
 
 
 def _finish_target(target: Tree, path: TreePath, own: Own | None, *, needed: bool = False) -> Tree:
-    """Return a target's subtree where nothing is stored: unwrap local objects, fill holes from `own` or drop them."""
+    """Return a subtree of the target for which nothing is stored, with local objects unwrapped.
+
+    `_rebuild` fills its holes (marks of missing values) from `own`, or leaves them out. Arguments are those of `_join`.
+    """
     children = entries(target)
     if children is None:
         return target.unwrap() if isinstance(target, LocalNonpersistentObject) else target
@@ -269,7 +275,10 @@ def _finish_target(target: Tree, path: TreePath, own: Own | None, *, needed: boo
 
 
 def _keep_whole(common: Tree) -> Tree:
-    """Return a stored subtree without its incomplete containers, where the target has nothing to load."""
+    """Return a stored subtree without its holes, for a path at which the target has nothing to load.
+
+    A dict leaves out its holes (marks of missing values). Another container that has a hole is replaced by a hole.
+    """
     children = stored_entries(common)
     if children is None:
         return common
@@ -280,19 +289,20 @@ def _keep_whole(common: Tree) -> Tree:
 
 
 def _rebuild(node: Tree, new: Mapping[Any, Tree], path: TreePath, own: Own | None, *, named: bool) -> Tree:
-    """Return a container like `node` with new children and without holes; a hole if some of its holes can't be filled.
+    """Return a container like `node` with new children; holes, the marks of missing values, are filled or left out.
 
-    A dict simply lacks the entries of holes that can't be filled.
+    A dict leaves out its holes. In another container, which needs all entries, holes are filled from `own`. If a hole
+    remains, the result is a hole in place of the container. If all values are from `own`, the result is a `_Spare`.
 
     Args:
         node: Container to rebuild.
-        new: New children by entry, some of them holes.
+        new: New children by entry; a child may be a hole or a `_Spare`.
         path: Path of the container.
-        own: The target's own values, which fill holes.
-        named: Whether the target has something to load in the container, so that it must not be left out.
+        own: The target's own values, by path; None to fill no hole.
+        named: Whether the target has something to load in the container, which then must not be left out.
 
     Raises:
-        TreeError: A container that must not be left out isn't a dict, and has a hole that can't be filled.
+        TreeError: `named` is set, but a hole remains.
     """
     # A dict with holes is complete: its keys are simply absent, as in formats that store no holes.
     if is_dict(node):
@@ -329,7 +339,10 @@ def _holes_in(target: Tree, entry: Any) -> list[TreePath]:
 
 
 def _entries_by_target(common: Tree, target: Tree) -> tuple[Mapping[Any, Tree], Mapping[Any, Tree]] | None:
-    """Return the children of a stored and a target container, both by the target's entries; None if they don't fit."""
+    """Return the children of a stored container and those of the target's; None if the containers don't fit.
+
+    A child has the same entry in both dicts: the key, position or field in the target's container.
+    """
     mine, theirs = stored_entries(common), stored_entries(target)
     if mine is None or theirs is None:
         return None
@@ -350,10 +363,10 @@ def _entries_by_target(common: Tree, target: Tree) -> tuple[Mapping[Any, Tree], 
 
 
 def _entries_that_differ(common: Tree, target: Tree) -> tuple[Mapping[Any, Tree], Mapping[Any, Tree]] | None:
-    """Return the children of two versions of a class or named tuple with different fields, by the target's entries.
+    """Return the children of a stored instance and those of the target's, by field, although their fields differ.
 
-    The result is None for other containers, such as sequences of different lengths. Shards have keys, but plain values
-    have only positions, which may have shifted: the tensors of one entry could be joined with the values of another.
+    The result is None unless both are instances of a class or named tuple. Lists of different lengths must not be
+    joined: the tensors of one item could be joined with the plain values of another, whose position has changed.
     """
     mine, theirs = stored_entries(common), stored_entries(target)
     if mine is None or theirs is None or is_dict(target) or (is_sequence(target) and not optree.is_namedtuple(target)):

@@ -165,9 +165,9 @@ def match_in_order(pieces: Sequence[FormPiece], key: str) -> tuple[str, ...] | N
 
 
 class _Text:
-    """A key, with methods that return sets of positions in it.
+    """A key, with methods for bit sets of positions in it.
 
-    A set is an integer, in which bit r stands for the position before the last r characters.
+    A bit set is an integer, in which bit r stands for the position before the last r characters.
     """
 
     def __init__(self, key: str) -> None:
@@ -178,7 +178,7 @@ class _Text:
         self.no_empty_part = self.all & ~(self.dots & self.dots << 1)
 
     def before(self, text: str) -> int:
-        """Return the set of positions at which a text begins."""
+        """Return the positions at which a text begins in the key, as a bit set."""
         bits, at = bytearray(self.length // 8 + 1), self.key.find(text)
         while at >= 0:
             place = self.length - at
@@ -187,16 +187,16 @@ class _Text:
         return int.from_bytes(bits, "little")
 
     def of(self, characters: str) -> int:
-        """Return the set of positions directly after one of the given characters."""
+        """Return the positions in the key that directly follow one of the given characters, as a bit set."""
         return sum(self.before(character) for character in characters) >> 1
 
     def last(self, places: int, first: int, end: int) -> int:
-        """Return the last index in the interval (first, end] that is in a set of positions; `first` if none is.
+        """Return the greatest position above `first` and up to `end` in a bit set; `first` if there is none.
 
         Args:
-            places: Set of positions.
-            first: Index before the interval.
-            end: Last index in the interval.
+            places: Bit set of positions in the key.
+            first: Lower bound, excluded.
+            end: Upper bound, included.
         """
         there = places >> (self.length - end)
         place = end - ((there & -there).bit_length() - 1)
@@ -204,11 +204,13 @@ class _Text:
 
 
 def _flood(places: int, characters: int) -> int:
-    """Add to a set of positions all those from which only characters of some kind lead to one of the set.
+    """Return a bit set of positions, extended to the left over runs of certain characters.
+
+    A position is added if only these characters lie between it and a later position of the set.
 
     Args:
-        places: Set of positions.
-        characters: Set of the positions directly after each character of this kind, as `_Text.of` returns it.
+        places: Bit set of positions in a key, as `_Text` describes it.
+        characters: Bit set of the positions that directly follow these characters, as `_Text.of` returns it.
     """
     return places | ((places & characters) + characters ^ characters)
 
@@ -239,24 +241,24 @@ def _back_number(after: int, text: _Text) -> int:
 
 
 def _numbers(text: _Text) -> int:
-    """Return the set of positions from which digits lead to a dot, to the end, or to a line break at the end.
+    """Return the positions in a key that are followed by one or more digits, and then by a dot or the end.
 
-    The line break is included because ``$`` matches before it in regular expressions.
+    The result is a bit set. A line break at the end counts as the end, as it does for ``$`` in regular expressions.
     """
     digits, ends = text.of("0123456789"), text.dots << 1 | 1 | (2 if text.key.endswith("\n") else 0)
     return _flood((ends & digits) << 1, digits)
 
 
 def _places(pieces: Sequence[FormPiece], end: int, text: _Text) -> list[int]:
-    """Return the set of positions at which each piece and all pieces after it match up to `end`.
+    """Return, for each piece of a pattern, the positions in the key at which it and all pieces after it match.
 
     Args:
         pieces: Pieces to match.
-        end: Set of positions at which the last piece may end.
+        end: Positions at which the last piece may end, as a bit set.
         text: The key.
 
     Returns:
-        A set for each piece, then `end` itself.
+        A bit set of positions for each piece, and finally `end`.
     """
     places = [end]
     for piece in reversed(pieces):
@@ -296,11 +298,11 @@ def _walk(pieces: Sequence[FormPiece], places: Sequence[int], at: int, text: _Te
 
 
 def _end(kind: str, after: int, at: int, text: _Text) -> int:
-    """Return the last index at which a piece can end so that the remaining pieces match.
+    """Return the last index in the key at which a piece of a pattern can end, so that the pieces after it match.
 
     Args:
-        kind: Kind of the piece.
-        after: Set of positions at which the remaining pieces match.
+        kind: Kind of the piece, as in `FormPiece`.
+        after: Bit set of the positions at which the pieces after it match.
         at: Index at which the piece begins.
         text: The key.
     """

@@ -104,10 +104,10 @@ def _fits_one(expression: re.Pattern[str], quick: Sequence[int], forms: Sequence
 
 
 def shell_differences(patterns: Iterable[str], keys: Collection[str]) -> list[str]:
-    """Return a line for each pattern that would match other keys in a shell, with the equivalent pattern here.
+    """Return a line for each pattern that doesn't match the same keys here as in a shell.
 
-    In a shell ``*`` matches dots too, and ``?`` and ``[...]`` are special, as they once were here. Patterns with ``**``
-    are left out: their author knows this language.
+    In a shell, ``*`` matches dots too, and ``?`` and ``[...]`` are special. If ``**`` in place of ``*`` matches the
+    shell's keys, the line says so. Patterns with ``**`` are left out, since their author knows that this isn't a shell.
 
     Examples:
         >>> shell_differences(["*.w", "a.**", "a.*.w"], ["a.b.w", "a.c.d.w"])
@@ -154,10 +154,10 @@ def check_stars(doing: str, pattern: str, others: Sequence[str]) -> None:
     """
     wrong = [f"{other!r} has {stars(other)}" for other in others if stars(other) != stars(pattern)]
     if wrong:
-        expected = f"as many * as {pattern!r}, which has {stars(pattern)}"
-        fix = "Write as many *: each is replaced by its match in the key."
+        expected = f"{stars(pattern)} in each, as in {pattern!r}"
+        fix = "Write the same number of stars: each stands for the part of the key that it matched."
         raise TreeError(
-            error_text(f"{doing}: patterns have different numbers of *", expected=expected, offenders=wrong, fix=fix)
+            error_text(f"{doing}: patterns differ in number of stars (*)", expected=expected, offenders=wrong, fix=fix)
         )
 
 

@@ -169,11 +169,11 @@ def like(node: Tree, new: Mapping[Any, Tree]) -> Tree:
 
 
 def stored_like(node: Tree, new: Mapping[Any, Tree]) -> Tree:
-    """Return the stored form of `node` with new children: a dict for a registered class, else a container like `node`.
+    """Return the stored form of a container with new children: a dict for a registered class, else a similar container.
 
-    A file names no class to import, so only a load's target knows the class of a registered node. Other containers that
-    keep all children are returned unchanged. If such a container is of a subclass of dict, list or deque, the codec
-    either knows the class, such as Counter, or refuses it.
+    A file names no class to import, so only a load's target knows a registered class. A dict, list or tuple with all
+    children unchanged is returned itself. An instance of a subclass, such as a Counter, thereby keeps its class, which
+    the codec either knows or refuses.
     """
     if not is_dict(node) and not is_sequence(node):
         return dict(new)
@@ -182,7 +182,7 @@ def stored_like(node: Tree, new: Mapping[Any, Tree]) -> Tree:
 
 
 def is_subclass(node: Tree) -> bool:
-    """Return whether a container is of a subclass of dict, list or deque; tree maps read it as the base class.
+    """Return whether a container is of a subclass of dict, list or deque; functions over trees read it as its base.
 
     Examples:
         >>> from collections import Counter
@@ -211,7 +211,7 @@ def _is_leaf(node: Tree) -> bool:
 
 
 def is_dict(node: Tree) -> bool:
-    """Return whether tree maps enter a container as a dict, by its keys.
+    """Return whether a container is a dict for functions over trees, so that its entries are keys.
 
     Examples:
         >>> is_dict(OrderedDict()), is_dict([])

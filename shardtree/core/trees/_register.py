@@ -53,9 +53,9 @@ def register_dataclass(cls: _Class, *, static: Collection[str] = ()) -> _Class:
         jax.tree_util.register_dataclass.
     """
     if not (isinstance(cls, type) and is_dataclass(cls)):
-        fix = "Register another class by `optree.register_pytree_node`."
+        fix = "Pass the dataclass itself; register a class of another kind by `optree.register_pytree_node`."
         raise MetadataError(
-            error_text("register_dataclass: not a dataclass", found=repr(cls)[:200], expected="a class", fix=fix)
+            error_text("register_dataclass: not a dataclass", found=repr(cls)[:200], expected="a dataclass", fix=fix)
         )
     names = [field.name for field in fields(cls)]
     if unknown := [name for name in static if name not in names]:

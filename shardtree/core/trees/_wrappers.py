@@ -1,9 +1,9 @@
-"""Wrapper subclasses: tensors, such as torchao's, whose elements follow from inner tensors that they hold.
+"""Wrapper subclasses: subclasses of torch.Tensor, such as torchao's, whose elements follow from inner tensors in them.
 
 The inner tensors are stored instead of the wrapper, each under a key of its own. The method ``__tensor_flatten__``
-returns them, but does not tell how a cut of the wrapper divides them. The table `_RULES` does for known classes, whose
-shards therefore load in any layout that the class itself allows. Inner tensors of other classes get the wrapper's grid
-as leading axes, and load in the same layout only.
+returns them, but does not tell how a cut of the wrapper divides them. For known classes, the table `_RULES` has this
+information; their shards load in any layout that the class itself allows. Shards of other classes load in the same
+layout only: each rank's inner tensor is stored whole, at the position of the rank's shard in the wrapper's grid.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ returns None if the cut of the whole tensor isn't a cut of the inner tensor."""
 def unwrap(tree: Tree) -> Tree:
     """Return the tree with each shard of a wrapper subclass replaced by a factory of its inner tensors' shards.
 
-    The key of an inner tensor is the shard's key, a dot, and its name in the class. `save`, `load` and `redistribute`
-    unwrap trees themselves. A loaded tensor has the target's class; everything except its inner tensors, such as block
-    sizes, comes from the target too.
+    A wrapper subclass is a subclass of torch.Tensor whose elements follow from inner tensors, such as torchao's. The
+    key of an inner tensor is the shard's key, a dot, and the name of the attribute that holds the inner tensor. `save`,
+    `load` and `redistribute` unwrap trees themselves. A loaded tensor has the target's class; everything except its
+    inner tensors, such as block sizes, comes from the target too.
 
     Examples:
         >>> tree = {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(2))}
@@ -87,9 +88,12 @@ def _can_be_taken_apart(kind: type) -> bool:
 
 
 def _inner_shards(shard: ShardedTensor) -> dict[str, ShardedTensor] | None:
-    """Return the shards of a wrapper's inner tensors by name; None if one of them cannot be stored.
+    """Return the shards of a wrapper's inner tensors by name; None if an inner tensor cannot be stored.
 
-    That is so if no rule for the class fits, and the wrapper's shards do not form a regular grid.
+    An inner tensor cannot be stored if no rule in `_RULES` fits, and the wrapper's shards form no regular grid.
+
+    Args:
+        shard: Shard whose data is a wrapper, a tensor subclass that holds inner tensors.
     """
     kind, (names, _) = type(shard.data), shard.data.__tensor_flatten__()
     rules = _RULES.get(kind.__name__, {}) if kind.__module__.startswith("torchao.") else {}
@@ -105,9 +109,15 @@ def _inner_shards(shard: ShardedTensor) -> dict[str, ShardedTensor] | None:
 
 
 def _by_place(key: str, inner: torch.Tensor, shard: ShardedTensor) -> ShardedTensor | None:
-    """Return an inner tensor's shard whose leading axes are the grid of the wrapper's shards; None without a grid.
+    """Return the shard of an inner tensor that is stored whole for each shard of the wrapper.
 
-    Such a shard loads in the same layout only.
+    The leading axes of the global tensor number the wrapper's shards along each axis; the axes of `inner` follow. Such
+    a shard loads in the same layout only. The result is None if the wrapper's shards form no regular grid.
+
+    Args:
+        key: Key of the inner tensor.
+        inner: Inner tensor on this rank.
+        shard: Shard of the wrapper, the tensor subclass that holds `inner`.
     """
     grid = shard.axis_fragmentations
     if grid is None:
@@ -120,9 +130,14 @@ def _by_place(key: str, inner: torch.Tensor, shard: ShardedTensor) -> ShardedTen
 
 
 def _in_blocks(key: str, inner: torch.Tensor, shard: ShardedTensor) -> ShardedTensor | None:
-    """Return the shard of an inner tensor with one element for each block of the wrapper's elements, such as scales.
+    """Return the shard of an inner tensor whose elements, such as scales, belong to blocks of the wrapper's elements.
 
     The result is None if the wrapper is cut inside a block.
+
+    Args:
+        key: Key of the inner tensor.
+        inner: Inner tensor on this rank.
+        shard: Shard of the wrapper, the tensor subclass that holds `inner`.
     """
     front = shard.prepend_axis_num
     shape, offset = shard.global_shape[front:], shard.global_offset[front:]
@@ -146,9 +161,15 @@ def _in_blocks(key: str, inner: torch.Tensor, shard: ShardedTensor) -> ShardedTe
 
 
 def _row_major(key: str, inner: torch.Tensor, shard: ShardedTensor) -> ShardedTensor | None:
-    """Return the shard of an inner tensor with one element for each group of the flattened wrapper's elements.
+    """Return the shard of a 1-D inner tensor whose elements belong to groups of consecutive elements of the wrapper.
 
-    The result is None if the wrapper is cut along another axis than the first, or inside a group.
+    The wrapper's elements are grouped in row-major order. The result is None if the wrapper is cut inside a group or
+    along an axis after the first, or if `inner` isn't of this kind.
+
+    Args:
+        key: Key of the inner tensor.
+        inner: Inner tensor on this rank.
+        shard: Shard of the wrapper, the tensor subclass that holds `inner`.
     """
     front, count = shard.prepend_axis_num, inner.numel()
     (first, *others), (start, *_) = (shard.global_shape[front:] or (1,)), (shard.global_offset[front:] or (0,))
@@ -174,7 +195,15 @@ def _row_major(key: str, inner: torch.Tensor, shard: ShardedTensor) -> ShardedTe
 
 
 def _alike(key: str, inner: torch.Tensor, shard: ShardedTensor) -> ShardedTensor | None:
-    """Return the shard of an inner tensor that all of the wrapper's shards have alike: each stores a replica of it."""
+    """Return the shard of an inner tensor that is the same in all shards of the wrapper; never None.
+
+    Each shard of the wrapper has a replica of the inner tensor.
+
+    Args:
+        key: Key of the inner tensor.
+        inner: Inner tensor on this rank.
+        shard: Shard of the wrapper, the tensor subclass that holds `inner`.
+    """
     replica = shard.replica_id if isinstance(shard.replica_id, tuple) else (shard.replica_id,)
     return ShardedTensor.from_rank_offsets(key, inner, replica_id=(*shard.global_offset, *replica))
 

@@ -49,11 +49,11 @@ def _items(items: Any = ()) -> list[Any]:
 
 
 def _made_of(kind: Callable[[Any], Any], part: Callable[[Any], Any]) -> Callable[..., Any]:
-    """Return a constructor of containers, for a pickle's calls with the contents as the only argument or with none.
+    """Return a function that makes a container for a pickle; its only argument, the contents, may be left out.
 
     Args:
-        kind: Type of the containers.
-        part: Function that checks the contents and returns them as `kind` takes them.
+        kind: Type of the container.
+        part: Function that checks the contents and returns the argument for `kind`.
     """
     return lambda contents=(): kind(part(contents))
 

@@ -38,10 +38,10 @@ class Placement:
     """Placement of a tensor along one axis of a mesh.
 
     Attributes:
-        kind: "shard" if the tensor is cut; "strided" if later axes of the mesh cut the same axis of the tensor first,
-            as FSDP2 does after tensor parallelism; "replicate" for copies; "partial" for terms of a sum.
+        kind: "shard" if the tensor is cut; "strided" if the parts of a previous cut are cut along the same axis, as
+            FSDP2 cuts the parts of tensor parallelism; "replicate" for copies; "partial" for terms of a sum.
         dim: Axis of the tensor that is cut.
-        split_factor: For "strided", number of parts that the earlier cuts made.
+        split_factor: For "strided", number of parts of the previous cut, which was made along later axes of the mesh.
     """
 
     kind: Literal["shard", "strided", "replicate", "partial"]
@@ -166,7 +166,13 @@ def _size(shape: Any) -> int:
 
 
 def _rank(mesh: dict[str, Any], position: tuple[int, ...], element: Element) -> int | None:
-    """Return the global rank of the process that saved a mesh; None if the mesh's attributes do not contain it."""
+    """Return the global rank of the process that saved a mesh; None if the mesh's attributes do not contain the rank.
+
+    Args:
+        mesh: Attributes of the DeviceMesh in the pickle.
+        position: Coordinate of the process on each axis of the mesh.
+        element: Function that returns an element of a stored tensor of integers: the mesh may be a tensor of ranks.
+    """
     if mesh.get("_rank") is not None:
         return exactly(int, mesh["_rank"])
     if "mesh" not in mesh:
@@ -175,7 +181,7 @@ def _rank(mesh: dict[str, Any], position: tuple[int, ...], element: Element) -> 
 
 
 def _of_fsdp1(*args: Any) -> Any:
-    fix = "Save with FSDP2, or load it with FSDP1 and save a full state dict or one of torch.distributed.checkpoint."
+    fix = "Load it with FSDP1, and save a full state dict or use torch.distributed.checkpoint; or save with FSDP2."
     raise UnsupportedValue(error_text("a ShardedTensor of FSDP1 cannot be read", fix=fix))
 
 
@@ -321,7 +327,13 @@ class _Places:
     def subclass(self, function: Any, kind: Any, args: Any, state: Any) -> Any:
         """Return the description of a DTensor, or of a plain tensor with attributes, which are ignored.
 
-        The arguments are those of torch's function for tensors with a state.
+        The arguments are those of `torch._tensor._rebuild_from_type_v2`.
+
+        Args:
+            function: Constructor of the tensor without its state.
+            kind: Class of the tensor.
+            args: Arguments for `function`.
+            state: State of the tensor, such as a DTensor's local tensor and mesh.
         """
         tensor = function.make(*args) if type(function) is Constructor and type(args) is tuple else None
         if type(tensor) is StoredTensor and kind is _TENSOR:

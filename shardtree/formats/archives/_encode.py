@@ -178,7 +178,16 @@ def _plain_copy(
     classes: set[type],
     leaves: frozenset[type] = LEAVES,
 ) -> Any:
-    """Return a plain copy of a value for pickling; `parents` are the containers around it, outermost first."""
+    """Return a plain copy of a value for pickling.
+
+    Args:
+        value: Value to copy.
+        path: Path of the value, for errors.
+        parents: Containers around the value, outermost first.
+        allow_pickle: Whether a value of an unknown type is kept as it is, rather than refused.
+        classes: Set to which this function adds the classes of all enum members, dataclasses, named tuples and records.
+        leaves: Types of values that are kept as they are.
+    """
     if len(parents) > _MAX_DEPTH:
         what = f"encode_archive: a tree more than {_MAX_DEPTH} deep, or one that contains itself"
         raise TreeError(error_text(f"{what}, at {shown_path(path)}", fix="Flatten it, and break cycles."))
@@ -257,9 +266,9 @@ def streamed_archive(value: Any) -> Iterator[memoryview]:
     plain = _plain_copy(value, (), (), False, classes, LEAVES | {StreamedTensor})
     if classes:
         names = ", ".join(sorted(kind.__name__ for kind in classes))
-        fix = "Store plain values made from it."
+        fix = "Convert these values to plain ones, such as dicts, lists and numbers."
         raise UnsupportedValue(
-            error_text("streamed_archive: instances of classes cannot be stored", found=names, fix=fix)
+            error_text("streamed_archive: values of these classes cannot be stored", found=names, fix=fix)
         )
     file = BytesIO()
     pickler = _TensorPickler(file)

@@ -321,7 +321,10 @@ def _nbytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
 
 @lru_cache(maxsize=4096)
 def _head(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, tuple[WrittenRecord, ...]]:
-    """Return the archive's head and records up to the tensor's own, whose CRC32 is still 0."""
+    """Return an archive's bytes up to its tensor, and its records so far.
+
+    The last record is that of the tensor; its CRC32 is still 0.
+    """
     check_storable(dtype, "archive_head")
     out, records = begin_archive(_pickle(dtype, shape))
     payload = WrittenRecord("archive/data/0", 0, _nbytes(dtype, shape), len(out))

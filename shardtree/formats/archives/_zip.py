@@ -1,4 +1,4 @@
-"""The uncompressed zips of torch.save: a reader that checks their records, and a writer of the same bytes."""
+"""Uncompressed zips of torch.save: a reader that checks their records, and a writer of the same zips, byte for byte."""
 
 from __future__ import annotations
 
@@ -320,8 +320,8 @@ def open_archive(read: Read, length: int, what: str) -> Archive:
 
 def _not_a_zip(begin: bytes, what: str) -> Exception:
     if begin == _OLD_MAGIC:
-        old = "torch before 1.6 wrote it, or torch.save with _use_new_zipfile_serialization=False"
-        return UnsafeFile(error_text(f"{what}: only pickle can read this form: {old}", fix=_TRUST))
+        found = "a file written by torch before 1.6, or with _use_new_zipfile_serialization=False"
+        return UnsafeFile(error_text(f"{what}: only pickle can read torch.save's old format", found=found, fix=_TRUST))
     return CorruptCheckpoint(error_text(f"{what}: not an archive of torch.save", found=f"it begins with {begin[:8]!r}"))
 
 

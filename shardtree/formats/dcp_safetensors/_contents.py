@@ -46,7 +46,7 @@ from ._listing import part_files
 _OFFSETS, _OFFSET, _VERSION, _KNOWN_VERSION = "DCP_SHARDING_INFO", "saved_offsets", "DCP_VERSION", "1.0"
 _MOST = 2**63 - 1
 
-_UNPROVEN = "files say no tensor's shape, nor how many they are: where a rank's file is missing, a tensor seems smaller"
+_UNPROVEN = "no file has tensors' shapes or the number of files: if a rank's file is missing, a tensor seems smaller"
 _PADDED = "allow_shape_mismatch takes any shape, and no file says which shape was saved"
 _WHY = "this format carries no checksums, shapes or count of files: headers, lengths and overlaps are compared"
 
@@ -229,7 +229,7 @@ def _check_tiled(
     wrong |= {columns.keys[number]: "parts overlap, and others are in no file" for number in shared.tolist()}
     if wrong:
         lines = (f"{key[:200]!r}: {reason} ({_names(parts[key], files)})" for key, reason in wrong.items())
-        heading, count = f"open: the files in {where!r} do not make whole tensors", len(wrong)
+        heading, count = f"open: the files in {where!r} have missing or overlapping parts of tensors", len(wrong)
         fix = "Copy every rank's file of one save, and move files of other saves away."
         raise CorruptCheckpoint(error_text(heading, offenders=lines, count=count, fix=fix))
 
@@ -249,12 +249,12 @@ def _check_told(checkpoint: Checkpoint, index: Index) -> None:
     numbers = dict(zip(told, index.find_keys(list(told)), strict=True))
     shapes = {key: index.kind(number).global_shape if number >= 0 else None for key, number in numbers.items()}
     wrong = [
-        f"{key[:200]!r}: the files make " + ("no such tensor" if shapes[key] is None else f"{shapes[key]}, not {shape}")
+        f"{key[:200]!r}: " + ("not stored" if shapes[key] is None else f"stored {shapes[key]}, expected {shape}")
         for key, shape in told.items()
         if shapes[key] != shape
     ]
     if wrong:
-        heading = f"open: files in {checkpoint.storage.where()!r} do not make the tensors of LoadOptions(shapes=...)"
+        heading = f"open: tensors in {checkpoint.storage.where()!r} differ from LoadOptions(shapes=...)"
         fix = "Copy the missing rank's file, or correct the shapes if they belong to another model."
         raise CorruptCheckpoint(error_text(heading, offenders=wrong, fix=fix))
 
@@ -278,7 +278,8 @@ def load_sharded(checkpoint: Checkpoint, shards: Sequence[ShardedTensor]) -> Rea
         raise ShapeError(error_text(heading, offenders=lines, fix=fix))
     if others := _other_shapes(checkpoint, contents, shards):
         lines = (f"{key!r}: {reason}" for key, reason in sorted(others.items()))
-        raise ShapeError(error_text("load: the target's shapes differ from those that the files make", offenders=lines))
+        fix = "Copy the missing file, or correct the target's shapes."
+        raise ShapeError(error_text("load: the target's shapes differ from the stored ones", offenders=lines, fix=fix))
     return load_from_index(checkpoint, contents.index, shards)
 
 
@@ -298,14 +299,18 @@ def load_metadata(checkpoint: Checkpoint) -> IndexMetadata:
 
 
 def _with_axes(index: Index) -> set[str]:
-    """Return the keys of the tensors that have axes: only their last parts can be missing without notice."""
+    """Return the keys of the tensors that have axes.
+
+    If the last parts of such a tensor are missing, the tensor merely seems smaller, and nothing shows the loss.
+    """
     return {key for key, axes in zip(index.keys(), index.key_axes.tolist(), strict=True) if axes}
 
 
 def _doubts(checkpoint: Checkpoint, contents: PartContents, shards: Sequence[ShardedTensor]) -> dict[str, str]:
-    """Return, by key, why targets with `allow_shape_mismatch` cannot be loaded if the caller gave no shape for them.
+    """Return the reasons, by key, that targets with `allow_shape_mismatch` cannot be loaded.
 
-    A missing part would not be noticed.
+    The caller must give the shapes of such tensors as ``LoadOptions(shapes=...)``. Otherwise a tensor with missing
+    parts would seem smaller, and would still fit the target.
     """
     padded = sorted({shard.key for shard in shards if shard.allow_shape_mismatch} - _told_keys(checkpoint))
     numbers = contents.index.find_keys(padded)
@@ -323,7 +328,7 @@ def _other_shapes(checkpoint: Checkpoint, contents: PartContents, shards: Sequen
     stored = {key: number for key, number in zip(keys, numbers, strict=True) if number >= 0}
     made = {key: contents.index.kind(number).global_shape for key, number in stored.items()}
     return {
-        key: f"the files make {shape}, not {exact[key]}: a rank's file is missing, unless the target is another model's"
+        key: f"stored {shape}, target {exact[key]}: a rank's file may be missing"
         for key, shape in made.items()
         if shape != exact[key]
     }

@@ -1,4 +1,4 @@
-"""Contents of a ZeRO-1, 2 or 3 checkpoint: masters and optimizer states, cut from flat vectors, and weights."""
+"""Contents of a ZeRO-1, 2 or 3 checkpoint: master weights and optimizer states from flat vectors, and weights."""
 
 from __future__ import annotations
 
@@ -61,7 +61,10 @@ def read_contents(checkpoint: Checkpoint) -> Contents:
             f"open: {storage.where(optimizers[0].name)!r} and {storage.where(models[0].name)!r} "
             "belong to different saves"
         )
-        found, expected = f"{len(optimizer.masters)} groups of masters", f"{len(model.groups)}, as in param_shapes"
+        found, expected = (
+            f"{len(optimizer.masters)} parameter groups with fp32 master weights",
+            f"{len(model.groups)} parameter groups, as in param_shapes",
+        )
         raise CorruptCheckpoint(error_text(heading, found=found, expected=expected, fix="Copy all files of one save."))
     for number, parameters in enumerate(model.groups):
         if parameters:
@@ -73,9 +76,9 @@ def read_contents(checkpoint: Checkpoint) -> Contents:
 
 
 def _check_copies(checkpoint: Checkpoint, optimizer: Optimizer) -> None:
-    """Raise if two ranks' files have the same masters and states: one was then copied in place of the other.
+    """Raise if two ranks' files have the same master weights and states: one was then copied in place of the other.
 
-    ZeRO-3 stores no weights that a wrong rank's masters would differ from.
+    This check is for ZeRO-3, which stores no weights to compare the master weights with.
     """
     first_vectors: dict[tuple[tuple[int, int], ...], Vector] = {}
     for rank in range(optimizer.ranks if checkpoint.options.verify is not None else 0):
@@ -89,7 +92,7 @@ def _check_copies(checkpoint: Checkpoint, optimizer: Optimizer) -> None:
         where, other_where = (checkpoint.storage.where(vector.tensor.file) for vector in (vectors[0], other))
         heading = f"open: {where!r} is a copy of {other_where!r}"
         fix = "Copy each rank's own file, or load another checkpoint."
-        raise CorruptCheckpoint(error_text(heading, found="the same masters and states on two ranks", fix=fix))
+        raise CorruptCheckpoint(error_text(heading, found="the same fp32 master weights and optimizer states", fix=fix))
 
 
 def _has_values(checkpoint: Checkpoint, vectors: Sequence[Vector]) -> bool:
@@ -103,10 +106,11 @@ _LOOKED_AT = 65536
 
 
 def _check_paddings(groups: Sequence[Sequence[Parameter]], optimizer: Optimizer, checkpoint: Checkpoint) -> None:
-    """Raise if ZeRO-3 ranks' files were exchanged: moments must be zeros in the padding of a rank's flat vectors.
+    """Raise if ZeRO-3 ranks' files were exchanged, which the padding in their flat vectors of moments can show.
 
-    DeepSpeed pads gradients with zeros, so that the moments of padding are zeros, whatever the masters are. If weight
-    decay is part of the gradient, they are not. A rank is therefore only refused if another has zeros at these offsets.
+    DeepSpeed pads gradients with zeros, so that moments are zeros in the padding, unless weight decay is part of the
+    gradient. A file with other values in its rank's padding is therefore refused only if another file has zeros there:
+    that file then seems to be the rank's.
 
     Raises:
         CorruptCheckpoint: The files of ranks were exchanged.
@@ -137,9 +141,13 @@ def _check_paddings(groups: Sequence[Sequence[Parameter]], optimizer: Optimizer,
             where, other_where = (
                 checkpoint.storage.where(optimizer.masters[0][number].tensor.file) for number in (rank, other)
             )
-            heading = f"load: {where!r} is not its rank's file: {other_where!r} has the zeros that pad that rank's data"
-            fix = "Files were renamed, exchanged or copied; copy each rank's own file, or load another checkpoint."
-            raise CorruptCheckpoint(error_text(heading, fix=f"{fix} LoadOptions(verify=None) skips the comparison."))
+            heading = f"load: {where!r} seems to be another rank's file"
+            found = f"moments that are not zero in this rank's padding, but are zero there in {other_where!r}"
+            fix = (
+                "Files were renamed, exchanged or copied; copy each rank's own file, or load another checkpoint. "
+                "LoadOptions(verify=None) skips this check."
+            )
+            raise CorruptCheckpoint(error_text(heading, found=found, fix=fix))
 
 
 _LOOKED_AT_PADDINGS = 4
@@ -147,7 +155,10 @@ _LOOKED_AT_PADDINGS = 4
 
 
 def _check_whole(checkpoint: Checkpoint, models: Sequence[ArchiveFile], model: Model) -> None:
-    """Raise if the model files lack elements of weights, as under ZeRO-3: without optimizer files nothing has them."""
+    """Raise if the model files lack elements of weights, for a folder without optimizer files.
+
+    ZeRO-3 stores these elements only in the optimizer files, as master weights.
+    """
     names = [
         repr(name)
         for name, parameter in model.parameters.items()
@@ -155,14 +166,13 @@ def _check_whole(checkpoint: Checkpoint, models: Sequence[ArchiveFile], model: M
     ]
     if names:
         where = checkpoint.storage.where(models[0].name)
-        heading = f"open: {where!r} lacks the elements of these parameters, which ZeRO-3 keeps in the masters"
-        raise CorruptCheckpoint(
-            error_text(heading, offenders=names, fix="Copy the optim_states files of all ranks too.")
-        )
+        heading = f"open: {where!r} lacks elements of these parameters"
+        fix = "Copy the optim_states files of all ranks too: ZeRO-3 stores the elements there, as fp32 master weights."
+        raise CorruptCheckpoint(error_text(heading, offenders=names, fix=fix))
 
 
 def _add_group(checkpoint: Checkpoint, tensors: Tensors, model: Model, optimizer: Optimizer, number: int) -> None:
-    """Add the masters and optimizer states of the parameters of one group."""
+    """Add the master weights and optimizer states of one group's parameters to `tensors`."""
     parameters, masters = model.groups[number], optimizer.masters[number]
     flat = {"param": masters}
     # A state's vector is as long as its master, or longer by the padding that masters lack.
@@ -250,7 +260,10 @@ def _add_for_each(
 
 
 def _compare(tensors: Tensors, model: Model, parameters: Sequence[Parameter], states: Sequence[str]) -> None:
-    """Register that loads of these states compare each parameter's master with its weight: ZeRO-1 and 2 store both."""
+    """Add comparisons of master weights with weights to `tensors`, which loads of these states carry out.
+
+    ZeRO-1 and 2 store both. Equal values show that the states belong to their parameters.
+    """
     for parameter in parameters:
         if parameter.name in model.module and 0 not in parameter.shape:
             pair = Comparison(state_key("param", parameter.name), parameter.name)
@@ -261,10 +274,12 @@ load_common, load_sharded, load_objects, load_metadata, verify, resolve = rows_f
 
 
 def is_whole(storage: Storage, name: str) -> bool:
-    """Return whether a file is complete: `latest` if it names a folder, an archive if it has its zip directory.
+    """Return whether a file is complete; raise for an archive that is cut off.
+
+    The file `latest` is complete if it names a folder. An archive is complete if it ends with its zip directory.
 
     Raises:
-        CorruptCheckpoint: The archive is cut off.
+        CorruptCheckpoint: The file is an archive without a zip directory.
     """
     if name.rpartition("/")[2] not in (LATEST, LATEST_UNIVERSAL):
         return is_whole_archive(storage, name)

@@ -149,7 +149,7 @@ def _add_frozen(
     vectors = [Vector(number, part.of(StoredTensor)) for number, part in enumerate(parts)]
     by = f"frozen_param_shapes in {files[0].where!r}"
     expected = -(-prod(parameter.shape) // len(vectors))
-    check_length(checkpoint, vectors, expected, f"its part of {parameter.name!r}", by)
+    check_length(checkpoint, vectors, expected, f"the partition of {parameter.name!r}", by)
     pieces = split_pieces(lambda _: name, [parameter], vectors)
     tensors.add(name, vectors[0].tensor.dtype, parameter.shape, pieces)
 
@@ -193,7 +193,7 @@ def check_flat(checkpoint: Checkpoint, vectors: Sequence[Vector], what: str) -> 
         if len(tensor.shape) != 1 or not tensor.is_row_major or tensor.dtype != dtype
     ]
     if wrong:
-        what = f"open: {what} is not a contiguous vector of one dtype on each rank"
+        what = f"open: {what} is not stored as contiguous 1-D tensors of the same dtype on all ranks"
         fix = "A file was damaged, or belongs to another save; copy all files of one save."
         raise CorruptCheckpoint(error_text(what, offenders=wrong, fix=fix))
 
@@ -214,17 +214,18 @@ _MASTERS = {True: "fp32_flat_groups", False: "single_partition_of_fp32_groups"}
 class Optimizer:
     """Contents of the optimizer files.
 
-    A group is a set of parameters that share flat vectors: a param group, or a sub-group of ZeRO-3.
+    A group is a set of parameters that share flat vectors. Under ZeRO-1 and 2 it is a param group of the optimizer.
+    ZeRO-3 divides each param group into one or more groups.
 
     Attributes:
-        is_zero3: True if each parameter is split over the ranks, False if the vector of a whole group is.
+        is_zero3: True if the ranks split each parameter (ZeRO-3); False if they split each group's flat vector.
         ranks: Number of ranks that saved.
         paddings: Number of padding elements after each parameter, by group; None if the files have none.
-        masters: For each group, every rank's flat vector of masters.
-        states: For each rank, the states of each group, by the group's number and the state's name.
-        param_groups: For each rank, the hyperparameters of each param group; empty if the files have none.
-        owners: For each param group, the numbers of the groups that contain its parameters.
-        steps: For each rank, the step that applies if the rank's states and hyperparameters have none.
+        masters: Flat vectors of master weights, by group and then by rank.
+        states: States of each rank, by the group's number and then by the state's name.
+        param_groups: Hyperparameters of each param group, by rank; empty if the files have none.
+        owners: Numbers of the groups into which each param group is divided.
+        steps: Step of each rank, which applies if the rank's states and hyperparameters have none.
         scaler: State of the loss scaler.
     """
 

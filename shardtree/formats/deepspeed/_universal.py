@@ -64,7 +64,7 @@ def read_contents(checkpoint: Checkpoint) -> Contents:
 
 
 def _state_files(storage: Storage, folder: str, model: Model) -> dict[str, tuple[Parameter, str]]:
-    """Return the parameter and the state's name for each file of a trained parameter's state, by the file's name."""
+    """Return the files with states of trained parameters: by file name, the parameter and the name of its state."""
     files: dict[str, tuple[Parameter, str]] = {}
     missing = list[str]()
     for parameter in model.parameters.values():
@@ -74,7 +74,8 @@ def _state_files(storage: Storage, folder: str, model: Model) -> dict[str, tuple
             missing.append(repr(f"{place}/{MASTER}.pt"))
         files |= {f"{place}/{state}.pt": (parameter, state) for state in states}
     if missing:
-        heading = f"open: {storage.where(folder.rstrip('/'))!r} lacks masters of parameters that {model.where!r} lists"
+        where = storage.where(folder.rstrip("/"))
+        heading = f"open: {where!r} lacks fp32 master weights of parameters that {model.where!r} lists"
         raise CorruptCheckpoint(
             error_text(heading, offenders=missing, fix="Copy the whole folder, or convert it again.")
         )
@@ -137,7 +138,7 @@ def _inner(optimizer: ValueAt) -> ValueAt:
 
 
 def _add_steps(tensors: Tensors, model: Model, optimizer: ValueAt, groups: list[Mapping[str, Any]], file: int) -> None:
-    """Add the steps of parameters without a file for it, as after a conversion from ZeRO-3.
+    """Add the step of each parameter that has no file for its step, as after a conversion from ZeRO-3.
 
     The optimizer's file has a step for each group of parameters.
     """

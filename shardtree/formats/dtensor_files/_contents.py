@@ -123,15 +123,16 @@ def _names(
     members = [[index.of(int, str) for index in group.member("params", []).items()] for group in _groups(file)]
     flat = [name for group in parameter_names for name in ([group] if isinstance(group, str) else group)]
     ids = [index for group in members for index in group]
-    doing = f"open: unusable parameter_names for {checkpoint.storage.where(file.name)!r}"
+    doing = f"open: LoadOptions(parameter_names=...) does not match {checkpoint.storage.where(file.name)!r}"
     if any(not isinstance(index, int) for index in ids):
-        raise TreeError(error_text(doing, found="states that have names already", fix="Leave parameter_names out."))
+        raise TreeError(error_text(doing, found="parameters that already have names", fix="Leave parameter_names out."))
     lengths = [len(group) for group in parameter_names if not isinstance(group, str)]
     sizes = [len(group) for group in members]
     if len(flat) != len(ids) or len(set(flat)) != len(flat) or (lengths and lengths != sizes):
-        counts = f"{len(flat)} names, {len(set(flat))} different" + (f", in groups of {lengths}" if lengths else "")
+        found = f"{len(flat)} names, {len(set(flat))} distinct" + (f", in groups of {lengths}" if lengths else "")
         fix = "Name each parameter once, in the order in which the optimizer got them; tied ones have one name."
-        raise TreeError(error_text(doing, found=counts, expected=f"{len(ids)} names, in groups of {sizes}", fix=fix))
+        expected = f"{len(ids)} distinct names, in groups of {sizes}"
+        raise TreeError(error_text(doing, found=found, expected=expected, fix=fix))
     names = dict(zip(ids, flat, strict=True))
     wrong = [
         f"{names[index]!r}: its state {state!r} has shape {value.shape}, "

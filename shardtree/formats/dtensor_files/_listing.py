@@ -1,4 +1,4 @@
-"""Files of ranks with parts of DTensors in a folder, by their names."""
+"""Listing of a folder in which each rank has files with its parts of DTensors; the file names tell kind and rank."""
 
 from __future__ import annotations
 

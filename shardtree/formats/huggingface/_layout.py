@@ -68,7 +68,8 @@ def model_files(
         kinds: Dtype and shape of each tensor by name; files are filled in this order.
         max_file_bytes: Upper bound of the bytes of tensors in a file; a single tensor may exceed it.
         header_bytes: Upper bound of the bytes of a header.
-        writers: Rank that writes each tensor, if only one rank may write a file; None if ranks may share files.
+        writers: Rank that writes each tensor, by name, if each file must be written by a single rank; None if several
+            ranks may write one file.
         texts: Strings by name for the headers, the same in every file, since a program may open any file alone.
 
     Raises:
@@ -104,7 +105,7 @@ def tensor_bytes(kind: TensorKind) -> int:
 def _check_storable(kinds: Kinds) -> None:
     wrong = [f"{key!r}: {kind}" for key, kind in kinds.items() if kind_in_file(kind.dtype, kind.global_shape) is None]
     if wrong:
-        heading = "save: tensors whose dtype, or dtype and shape, safetensors files do not support"
+        heading = "save: safetensors files do not support the dtype or the shape of these tensors"
         fix = "Cast or reshape the tensors, or save in the native format."
         raise UnsupportedValue(error_text(heading, offenders=wrong, fix=fix))
     if TEXTS in kinds:

@@ -205,12 +205,15 @@ _TIED = re.compile(
 
 
 def are_tied(storage: Storage, keys: Iterable[str], stored_keys: Iterable[str]) -> bool:
-    """Return whether missing tensors have the values of a stored one: `keys` are embeddings, which the config ties.
+    """Return whether missing tensors are tied, so that they have the values of a stored tensor.
+
+    The result is True if config.json ties embeddings, and all missing tensors and one of the stored tensors are
+    embeddings according to their keys.
 
     Args:
         storage: Storage of the model, with its config.json.
         keys: Keys of the missing tensors.
-        stored_keys: Keys of the stored tensors, one of which must be an embedding.
+        stored_keys: Keys of the stored tensors.
 
     Examples:
         >>> from shardtree.storage import MemoryStorage

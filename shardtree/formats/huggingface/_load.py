@@ -162,7 +162,8 @@ def contents(listing: ModelListing, files: Sequence[WeightFile]) -> ModelContent
     lacks it, as for a tied tensor; other tensors can still be loaded.
 
     Raises:
-        CorruptCheckpoint: A tensor is in two files, or not in the listed file but in another one; or all are missing.
+        CorruptCheckpoint: A tensor is in two files, or not in the listed file but in another one; or all listed tensors
+            are missing.
     """
     rows = _rows(listing, files)
     refusals = {entry.name: reason for _, entry in rows if (reason := refusal(entry))} | absent(listing, files)
@@ -310,9 +311,9 @@ def _unchecked_files(checkpoint: Checkpoint, listing: ModelListing) -> Iterator[
 
 
 def _damage_beside(checkpoint: Checkpoint, listing: ModelListing) -> tuple[Damage, ...]:
-    """Return the damage of an index beside a metadata.json that lists the files; () if no such index exists.
+    """Return the damage of the index of a checkpoint that has a metadata.json too; () if it lacks either of them.
 
-    Loads do not use that index, but other programs do.
+    Loads use the list of files in metadata.json, but other programs use the index.
     """
     # The index is written after metadata.json, which is the commit: a save that was killed in between has none.
     if listing.name != METADATA_FILE or checkpoint.storage.length(INDEX_FILE) is None:

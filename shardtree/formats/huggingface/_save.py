@@ -138,8 +138,9 @@ def check_free(pending: PendingSave, files: Sequence[ModelFile]) -> None:
     names = (file_name(number, len(files)) for number in range(len(files)))
     existing = [pending.storage.where(name) for name in names if pending.storage.length(name) is not None]
     if existing:
-        heading = "save: the folder has files with a model's names, but no index that lists them"
-        raise AlreadyACheckpoint(error_text(heading, offenders=existing, fix="Remove them, or save to another folder."))
+        heading = "save: the folder already has files with the names that this save would write, but no index of them"
+        fix = "Move them away, or save to another folder."
+        raise AlreadyACheckpoint(error_text(heading, offenders=existing, fix=fix))
 
 
 def abandon(pending: PendingSave, saving: ModelSaving) -> None:
@@ -211,8 +212,9 @@ def save_common(pending: PendingSave, common: Any) -> Fields:
         fix = f"Leave them out of the tree, or {_NATIVE_COMMON}."
         raise UnsupportedValue(error_text(heading, offenders=map(render_path, paths), fix=fix))
     if not isinstance(pending.state, ModelSaving):
-        fix = f"Save the shards as ({BACKEND!r}, {VERSION}) too, or {_NATIVE_COMMON}."
-        raise StrategyError(error_text(f"save: no shards were written in the format {BACKEND!r}", fix=fix))
+        heading = f"save: no shards were written in the format {BACKEND!r}, which is that of the common state"
+        fix = f"Pass sharded_strategy=({BACKEND!r}, {VERSION}) too, or common_strategy=('safetensors', 1)."
+        raise StrategyError(error_text(heading, fix=fix))
     return {}
 
 
@@ -272,8 +274,9 @@ def _writers(columns: ShardColumns, ranks: int) -> dict[str, int]:
 def _layout(pending: PendingSave) -> ShardColumns:
     """Return the shards of all ranks, after checking that they tile their tensors."""
     if pending.layout is None:
-        heading = "save: ranks write a Hugging Face model's files together, but do not know each other's shards"
-        raise StrategyError(error_text(heading, fix="Leave validate_access_integrity on."))
+        heading = "save: a Hugging Face model's files need all ranks' layouts, which are not exchanged"
+        fix = "Save with validate_access_integrity=True, so that ranks exchange their layouts."
+        raise StrategyError(error_text(heading, fix=fix))
     if pending.world.size == 1:
         check_access(pending.layout)  # Several ranks have checked this when they exchanged their layouts.
     return pending.layout
@@ -313,7 +316,10 @@ def _parts(file: ModelFile, shards: Sequence[ShardedTensor], *, has_head: bool) 
 
 
 def _check_written(pending: PendingSave, files: Sequence[ModelFile], hashes: Sequence[str]) -> Fields:
-    """Check that all ranks have the same header strings, and that rank 0 sees all files; return no metadata fields."""
+    """Check that all ranks have the same strings for the headers, and that rank 0 sees all files; return {}.
+
+    The result stands for the fields that a format adds to metadata.json; this format adds none.
+    """
     others = [f"rank {rank}" for rank, rank_hash in enumerate(hashes) if rank_hash != hashes[0]]
     # Ranks may differ in values that save's `preprocess_common_before_consistancy_check` leaves out.
     if others:

@@ -19,9 +19,10 @@ _FRAMEWORK, _TORCH = "format", "pt"
 
 
 def joined_texts(texts: Iterable[tuple[str, Mapping[str, str]]]) -> dict[str, str | dict[str, str]]:
-    """Return the header strings of all files of a model by name, without "format", the name of the framework.
+    """Return the header strings of all files of a model by name, except for the string under "format".
 
-    Where files have different strings under a name, the value is a dict of strings by file.
+    That string names the framework. Where files have different strings under a name, the value is a dict of strings by
+    file.
 
     Args:
         texts: Name and header strings of each file.

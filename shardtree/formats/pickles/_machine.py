@@ -23,14 +23,15 @@ from ...errors import UnsafeFile, error_text
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Constructor:
-    r"""The function that a reader calls for a class or function that a pickle names.
+    r"""Functions that a reader calls instead of a class or function that a pickle names.
 
     Attributes:
-        make: Function that returns the value, called with the pickle's arguments, of any types. An exception makes the
-            file corrupt.
-        build: Function that fills the value in place, called at most once with the value and the pickle's state. None
-            refuses a state.
-        keys: Function from the same arguments to the values that `make` will hash. Their cost is checked first.
+        make: Function that returns the value, called with the pickle's arguments, of any types. An exception means that
+            the file is corrupt.
+        build: Function that fills the value in place, called at most once with the value and the pickle's state. If it
+            is None, a pickle with a state is refused.
+        keys: Function from the arguments of `make` to the values that `make` will hash. The cost of hashing them is
+            checked before `make` is called.
 
     Examples:
         >>> from shardtree.formats.pickles import read_pickle
@@ -265,15 +266,15 @@ class Run:
 
 
 class Irregular(ValueError):
-    """A pickle isn't regular enough for a scan, and must be read without one."""
+    """A pickle isn't repetitive enough for a scan, and must be read without one."""
 
 
 class _Memo(dict[int, Any]):
-    """The memo of a pickle: values by number. Values that a `Scan` read use up numbers, but are kept by the scan.
+    """The memo of a pickle: values by memo number. A `Scan` itself keeps the values that it has read.
 
     Attributes:
-        taken: Count of the numbers that such values used up.
-        find: Function that returns such a value by its number; raises KeyError if the scan did not keep it.
+        taken: Count of the memo numbers of these values.
+        find: Function that returns such a value by its memo number; raises KeyError if the scan did not keep it.
     """
 
     __slots__ = ("find", "taken")
@@ -320,10 +321,10 @@ class Machine(pickle._Unpickler):
         file: The same bytes as a file.
         stack: Values that were pushed since the last mark.
         metastack: Stacks below `stack`, one for each mark.
-        memo: Values by their numbers.
-        scan: Function that reads regular parts; None to read without one.
-        constructions: Constructor and value by the value's id, for values that may still be built. The value is kept so
-            that its id isn't reused.
+        memo: Values by their memo numbers.
+        scan: Function that reads repetitive parts of the pickle, many values at a time; or None.
+        constructions: Constructor and value by the value's id, for values whose state may follow (opcode BUILD). The
+            value is kept so that its id isn't reused.
         guard: Limits of the work.
     """
 
@@ -388,6 +389,6 @@ class Machine(pickle._Unpickler):
             return value
 
     def unsafe(self, wrong: str) -> UnsafeFile:
-        """Return the error for a pickle that contains more than data; in its heading, `wrong` follows "it"."""
+        """Return the error for a pickle that contains more than data; `wrong` is a verb phrase like "calls a list"."""
         place = f"before byte {self.file.tell()}"
         return UnsafeFile(error_text(f"{self.what}: it {wrong}", found=place, fix=self.fix))

@@ -36,9 +36,9 @@ def _memoize(machine: Machine) -> None:
 
 
 def _unless_scanned(put: Handler) -> Handler:
-    """Return a handler for an opcode that gives a value's memo number; it calls `put`.
+    """Return a handler that calls `put`, for an opcode with which the pickle itself chooses a value's memo number.
 
-    With a scan, which counts the numbers itself, the handler raises `Irregular` instead.
+    If the machine has a `Scan`, the handler raises `Irregular` instead, since scans take memo numbers as consecutive.
     """
 
     def handler(machine: Machine) -> None:
@@ -229,9 +229,10 @@ def read_pickle(
         what: Description of the pickle, for errors.
         persistent_load: Function that returns the value of a persistent id; None to refuse pickles with such ids.
         fix: Advice for the error about a name that is not in `classes`.
-        helpers: Types, such as a storage, of objects that may be arguments of constructors. The file is corrupt if the
-            value itself contains one.
-        scan: Function that reads regular parts of the pickle into columns; the value has a `Run` in place of each part.
+        helpers: Types of intermediate objects, such as storages: constructors may get them as arguments, but the file
+            is corrupt if the result contains one.
+        scan: Function that reads repetitive parts of the pickle into columns. The result has a `Run`, which is a range
+            of rows in these columns, in place of each part.
 
     Raises:
         UnsafeFile: The pickle names something that is not in `classes`, or uses an opcode that could run code.

@@ -69,7 +69,14 @@ class Piece:
 
 
 def piece_of(key: str, file: int, tensor: StoredTensor, offset: tuple[int, ...] | None = None) -> Piece:
-    """Return a stored tensor as a piece of a key's tensor: the box at an offset, or, without an offset, all of it."""
+    """Return a stored tensor as a piece of a larger tensor, or as the whole of it.
+
+    Args:
+        key: Key of the larger tensor.
+        file: Number of the file.
+        tensor: Stored tensor.
+        offset: Offset of the stored tensor in the larger tensor; None if they are the same.
+    """
     start = (0,) * len(tensor.shape) if offset is None else offset
     return Piece(key, file, tensor.begin, start, tensor.shape, scattered=None if tensor.is_row_major else tensor)
 
@@ -82,19 +89,20 @@ class Contents:
         files: Files, in the order of their numbers in the index.
         checked: The same files, with the CRC32s of their records.
         stored: Index of the tensors that have bytes of their own in the files.
-        shown: Index of all tensors: stored tensors, derived tensors and numbers.
-        derived: Key of a master, by the key of the weight that is computed by rounding the master.
+        shown: Index of all tensors: stored tensors, and the tensors in `derived` and `numbers`.
+        derived: Key of the float32 master weight, by the key of the weight that is computed by rounding it.
         numbers: Tensors without axes, made from Python numbers in the files, by key.
-        compared: Keys of master and weight that a load of a state compares, by the state's key.
+        compared: Master weight and weight to compare before an optimizer state is loaded, by the state's key. If they
+            are equal, the state belongs to its parameter.
         refused: Reason that a stored tensor cannot be loaded, by its key.
         copies: Copies of tensors that several files have, by key, unless all are known to be equal. They are compared
             when the tensor is read.
         objects: Sharded objects by unique key, with a `StoredTensor` in place of each tensor.
         common: Common state, with a `StoredTensor` in place of each tensor.
         scattered: Boxes that are not stored in row-major order, by the key of their tensor. The index gives them
-            offsets beyond the end of their file.
+            made-up offsets, beyond the end of their file.
         check: Function that is called once before any tensor is read, and raises if a file belongs to another rank;
-            None if other comparisons show that.
+            None if the format needs no such check.
     """
 
     files: Sequence[ArchiveFile]
@@ -119,12 +127,13 @@ class Tensors:
     Attributes:
         kinds: Dtype and shape of each tensor that the checkpoint lists, by key.
         pieces: Pieces of the stored tensors, in any order, without duplicates.
-        derived: Key of a master, by the key of the weight that is computed from it.
-        numbers: Tensors made from Python numbers, by key.
-        compared: Keys of master and weight that a load of a state compares, by the state's key.
+        derived: Key of the float32 master weight, by the key of the weight that is computed by rounding it.
+        numbers: Tensors without axes, made from Python numbers in the files, by key.
+        compared: Master weight and weight to compare before an optimizer state is loaded, by the state's key. If they
+            are equal, the state belongs to its parameter.
         refused: Reason that a stored tensor cannot be loaded, by its key.
         copies: Copies of each tensor that several files have, by key, equal ones included.
-        told: Value of each number and the location of its first file, by key.
+        told: Python number in the first file that has it, and the location of this file, by key.
     """
 
     kinds: dict[str, TensorKind] = field(default_factory=dict)
@@ -144,7 +153,7 @@ class Tensors:
     def add_number(self, key: str, value: float, where: str) -> None:
         """Add a Python number of a file as a tensor without axes, such as the `step` of torch's optimizers.
 
-        If another file has a number under the same key, it is added as a copy of the first one.
+        If a number of another file was added under the same key before, this one is added as a copy of that one.
         """
         first = self.told.setdefault(key, (value, where))
         if first[1] != where:
@@ -157,7 +166,7 @@ class Tensors:
             self.refused[key] = "a number that float32 cannot hold"
 
     def add_derived(self, key: str, dtype: torch.dtype, shape: Sequence[int], master: str) -> None:
-        """Add a tensor that is computed by rounding its master to a dtype."""
+        """Add a tensor that is computed by rounding its float32 master weight to a dtype."""
         self.derived[key] = master
         self.add(key, dtype, shape)
 
@@ -240,9 +249,10 @@ def contents_of(
 
 
 def _behind_ends(files: Sequence[ArchiveFile], pieces: Sequence[Piece]) -> list[Piece]:
-    """Return the pieces, after replacing the offsets of those that are not stored in row-major order.
+    """Return the pieces, with made-up offsets for those that are not stored in row-major order.
 
-    Their new offsets are beyond the end of their file, one piece after the other.
+    These offsets are beyond the end of the file, one piece after the other. They mark such pieces in load plans, from
+    which `in_order` removes them; `read_scattered` reads them.
     """
     ends, placed = [file.length for file in files], list[Piece]()
     for piece in pieces:
@@ -300,9 +310,15 @@ def piece_columns(kinds: Mapping[str, TensorKind], pieces: Sequence[Piece]) -> S
 def _check_tiled(
     files: Sequence[ArchiveFile], kinds: Mapping[str, TensorKind], pieces: Sequence[Piece], where: Callable[[str], str]
 ) -> None:
-    """Raise unless the pieces of each tensor have as many elements as the tensor, and no element twice.
+    """Raise unless the pieces of each tensor have as many elements as the tensor, and its boxes do not overlap.
 
-    Flat ranges aren't compared with each other, since formats cut them from one vector.
+    Overlaps of flat ranges aren't looked for: formats cut flat ranges from one vector.
+
+    Args:
+        files: Files of the checkpoint, by number.
+        kinds: Dtype and shape of each tensor, by key.
+        pieces: Pieces of these tensors.
+        where: Function from a file's name to its location, for errors.
     """
     counts = dict.fromkeys(kinds, 0)
     shapes = box_column([piece.shape for piece in pieces], fill=1)

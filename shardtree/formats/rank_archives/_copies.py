@@ -19,7 +19,7 @@ class Seen:
 
     Attributes:
         files: True once each file is known to belong to its rank.
-        boxes: Boxes of masters that equal their weights after rounding.
+        boxes: Boxes in which master weights equal the weights after rounding.
         copies: Message about a compared tensor's copies that differ, by key; "" if all are the same.
     """
 
@@ -65,8 +65,8 @@ AllCopies = Mapping[str, Sequence[Copy]]
 def same_by_checksum(one: Stored, other: Stored | None) -> bool | None:
     """Return whether two files' values are equal, as far as CRC32s tell; None if tensors must be read to know.
 
-    Equal CRC32s show that tensors of one layout are equal. Different CRC32s show that tensors differ only if each
-    record contains nothing but its tensor.
+    Tensors of one layout are equal if their records have equal CRC32s. If the CRC32s differ, the tensors differ too,
+    provided that each record contains nothing but its tensor.
     """
     if not isinstance(one, StoredTensor) or not isinstance(other, StoredTensor):
         return one == other or (one != one and other != other)  # NaNs count as equal.
@@ -128,12 +128,12 @@ def differing_among(checkpoint: Checkpoint, copies: AllCopies, keys: Iterable[st
 
 
 def resolution(checkpoint: Checkpoint, copies: AllCopies, keys: Set[str]) -> Resolution | None:
-    """Return the comparison of all copies, divided among the ranks that load; None if there is nothing to compare.
+    """Return a task that compares all copies, with a share for each rank that loads; None if none is needed.
 
     Args:
-        checkpoint: The open checkpoint.
+        checkpoint: The open checkpoint; with ``verify=None``, no task is needed.
         copies: Copies of tensors, by key.
-        keys: Keys that are loaded; without copies of any of them, nothing is compared.
+        keys: Keys that are loaded; if none of them has copies, no task is needed.
     """
     if checkpoint.options.verify is None or keys.isdisjoint(copies):
         return None
@@ -159,7 +159,14 @@ def _read(checkpoint: Checkpoint, value: Stored | None) -> Any:
 
 
 def _differing(checkpoint: Checkpoint, copies: Sequence[Copy], share: int, shares: int) -> list[int]:
-    """Compare the copies in share number `share` of `shares`, and return the positions of those that differ."""
+    """Compare a share of the copies, and return the positions in `copies` of those that differ.
+
+    Args:
+        checkpoint: The open checkpoint.
+        copies: All copies, which are divided into shares of about equal bytes.
+        share: Number of the share, from 0.
+        shares: Number of shares.
+    """
     total = sum(_nbytes(copy.one) for copy in copies)
     numbers, before = [], 0
     for number, copy in enumerate(copies):

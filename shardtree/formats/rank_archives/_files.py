@@ -1,4 +1,4 @@
-"""Files of torch.save, which may be untrusted: access to their values by type, and tensors of the common state."""
+"""Files of torch.save, which may be untrusted: values with checked types, and tensors of the common state."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def filled(checkpoint: Checkpoint, value: Any) -> Any:
 
 
 def hyperparameters(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return an optimizer's param groups without "params", whose indices mean other parameters in another optimizer."""
+    """Return an optimizer's param groups without "params": indices of parameters, which only this optimizer uses."""
     return [{name: value for name, value in group.items() if name != "params"} for group in groups]
 
 

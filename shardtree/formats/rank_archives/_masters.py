@@ -1,4 +1,4 @@
-"""Comparison of masters with the model's weights, piece by piece: it shows that states belong to their parameters."""
+"""Comparison of master weights with weights, piece by piece: it shows that states belong to their parameters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from ...kit import ReadReport, ShardedTensor, row_major_bits
 
 _PIECE_ELEMENTS = 4 * 1024 * 1024
-"""Upper bound of the elements of a master that are in memory at a time."""
+"""Upper bound of the elements of a master weight that are in memory at a time."""
 
 Read = Callable[[Sequence[ShardedTensor]], ReadReport]
 """Function that fills the shards' data in place, and returns a report."""
@@ -20,11 +20,14 @@ Read = Callable[[Sequence[ShardedTensor]], ReadReport]
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Two tensors to compare: if they are equal, an optimizer state's bytes belong to its parameter.
+    """Two tensors whose comparison shows whether an optimizer state's bytes belong to its parameter.
+
+    The master weight is stored with the state, and the weight in another file. If the two tensors differ, a file was
+    copied or exchanged.
 
     Attributes:
-        master: Key of the parameter's master, whose bytes are in the same files as the state's.
-        weight: Key of the parameter, which must equal its master after rounding.
+        master: Key of the parameter's float32 master weight.
+        weight: Key of the parameter, whose weight must equal the master weight after rounding.
     """
 
     master: str
@@ -34,12 +37,12 @@ class Comparison:
 def first_difference(
     read: Read, pair: Comparison, box: ShardedTensor, dtype: torch.dtype
 ) -> tuple[tuple[int, ...] | None, ReadReport]:
-    """Return the first element at which a master, after rounding, differs from its weight.
+    """Return the first element at which a master weight, after rounding, differs from its weight.
 
     Args:
         read: Function that reads stored tensors.
-        pair: Keys of the master and the weight.
-        box: Part to compare, as a shard of the master or the weight.
+        pair: Keys of the master weight and the weight.
+        box: Part to compare, as a shard of the master weight or the weight.
         dtype: Dtype of the weight.
 
     Returns:
@@ -57,7 +60,7 @@ def first_difference(
 
 
 def _first_unlike(master: torch.Tensor, weight: torch.Tensor) -> int | None:
-    """Return the flat index of the first element at which a master, once rounded, differs from its weight, or None."""
+    """Return the flat index of the first element at which a rounded master weight differs from its weight, or None."""
     if master.dtype == weight.dtype:  # Nothing was rounded, so that the bits are compared.
         item = master.element_size()
         unlike = (row_major_bits(master) != row_major_bits(weight)).view(-1, item).any(dim=1)

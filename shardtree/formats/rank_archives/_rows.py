@@ -1,7 +1,7 @@
 """Strategies of formats whose checkpoints are files of torch.save: loads, metadata, verification.
 
-Stored tensors are read. Weights that are not stored are rounded from their float32 masters; where both are stored, they
-are compared.
+Stored tensors are read. Weights that are not stored are rounded from their float32 master weights; where both are
+stored, they are compared.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _check_loadable(checkpoint: Checkpoint, contents: Contents, shards: Sequence
     if wrong:
         fix = "Leave them out of the target. Where copies differ, LoadOptions(verify=None) reads the first rank's."
         raise UnsupportedValue(
-            error_text("load: tensors that the ranks' files do not determine", offenders=wrong, fix=fix)
+            error_text("load: tensors that cannot be read from the ranks' files", offenders=wrong, fix=fix)
         )
 
 
@@ -125,7 +125,7 @@ def _read(checkpoint: Checkpoint, contents: Contents, shards: Sequence[ShardedTe
 
 
 def _compute(checkpoint: Checkpoint, contents: Contents, shard: ShardedTensor) -> ReadReport:
-    """Fill a shard whose tensor is stored as a Python number, or is a weight that is rounded from its master."""
+    """Fill a shard whose tensor is stored as a Python number, or is a weight that is rounded from its master weight."""
     if shard.key in contents.numbers:
         shard.data.copy_(contents.numbers[shard.key])
         return ReadReport()
@@ -141,9 +141,9 @@ def _compute(checkpoint: Checkpoint, contents: Contents, shard: ShardedTensor) -
 
 
 def _compare(checkpoint: Checkpoint, contents: Contents, shard: ShardedTensor) -> ReadReport:
-    """Raise if a parameter's rounded master differs from its weight over the box of an optimizer state's shard.
+    """Raise if a parameter's rounded master weight differs from its weight in the box of an optimizer state's shard.
 
-    Each box is compared once. A rank's masters and moments lie in one file, and the weights in another. A difference
+    Each box is compared once. Master weights are stored with the states, and weights in other files. A difference
     therefore shows that a file was copied or exchanged.
     """
     pair = contents.compared.get(shard.key)
@@ -176,16 +176,19 @@ def _not_its_own(
     return CorruptCheckpoint(
         error_text(
             f"load: {checkpoint.storage.where(name)!r} is not the file that was saved with these weights",
-            found=f"element {flat} of the master of {pair.weight!r}, rounded, is not the weight",
-            expected="masters that equal the weights after rounding",
+            found=f"a master weight of {pair.weight!r} that rounds to another value than the weight, at element {flat}",
+            expected="fp32 master weights that round to the weights",
             fix="A rank's file was copied, exchanged or taken from another step, or the weights were edited; "
-            "load another checkpoint. LoadOptions(verify=None) skips the comparison.",
+            "load another checkpoint. LoadOptions(verify=None) skips this check.",
         )
     )
 
 
 def _compare_all(checkpoint: Checkpoint, contents: Contents) -> Iterator[CorruptCheckpoint]:
-    """Yield an error for each parameter whose rounded master differs from its weight, and for another rank's file."""
+    """Yield an error if a file belongs to another rank, then one for each weight that differs from its master weight.
+
+    Master weights are rounded to the weights' dtype for the comparison.
+    """
     try:
         _check_files(checkpoint, contents)
     except CorruptCheckpoint as error:
@@ -210,7 +213,7 @@ def load_metadata(checkpoint: Checkpoint, contents: Contents) -> IndexMetadata:
 
 
 def _cost(checkpoint: Checkpoint, contents: Contents, shards: Sequence[ShardedTensor], shown: LoadPlan) -> ReadCost:
-    """Return the cost of loading shards, without the comparison of masters with weights.
+    """Return the cost of loading shards, without the comparison of master weights with weights.
 
     Args:
         checkpoint: The open checkpoint.
@@ -229,9 +232,9 @@ def _cost(checkpoint: Checkpoint, contents: Contents, shards: Sequence[ShardedTe
 
 
 def _as_read(contents: Contents, shard: ShardedTensor) -> ShardedTensor:
-    """Return the stored shard that is read for a shard, without data.
+    """Return the shard, without data, of the stored tensor from which a shard is filled.
 
-    For a weight that is rounded from its master, this is the master's shard; otherwise it is the shard itself.
+    A weight that is not stored itself is filled from its master weight. Other tensors are filled from their own bytes.
     """
     key = contents.derived.get(shard.key, shard.key)
     return replace(shard, key=key, dtype=_stored_kind(contents, key).dtype, data=None)
@@ -272,7 +275,7 @@ def rows_from_contents(read_contents: ReadContents) -> tuple[Strategy, ...]:
         return load_metadata(checkpoint, contents(checkpoint))
 
     def verify(checkpoint: Checkpoint) -> tuple[Finding, ...]:
-        """Return damaged records, checksum coverage, masters that differ from their weights, and unreadable tensors."""
+        """Return damaged records, checksum coverage, master weights unlike the weights, and unreadable tensors."""
         try:
             content = contents(checkpoint)
         except CheckpointingException as error:
@@ -280,7 +283,11 @@ def rows_from_contents(read_contents: ReadContents) -> tuple[Strategy, ...]:
         return tuple(_verified(checkpoint, content))
 
     def resolve(checkpoint: Checkpoint, keys: Set[str], listed: bool) -> Resolution | None:
-        """Return a comparison of tensors' copies that ranks share; None if the keys have no copies to compare."""
+        """Return a task that compares copies of tensors, with a share for each rank; None if none is needed.
+
+        The task is needed if one of `keys`, which are loaded, has copies. `listed` is ignored: the task is the same if
+        the load also lists all keys.
+        """
         return resolution(checkpoint, contents(checkpoint).copies, keys)
 
     return load_common, load, load_objects, metadata, verify, resolve

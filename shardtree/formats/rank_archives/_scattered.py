@@ -1,7 +1,7 @@
 """Tensors that aren't stored in row-major order: channels_last, transposed, expanded, conjugated lazily.
 
-They are read box by box, by their strides. The index gives such boxes offsets beyond the end of their file, by which
-`in_order` recognises them in a plan.
+A file's box of such a tensor is called scattered, and is read by its strides. A checkpoint's index gives it a made-up
+offset, beyond the end of its file, by which `in_order` recognises it in a load plan.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Scattered:
 
 
 ByKey = Mapping[str, Sequence[Scattered]]
-"""Scattered boxes, by the key of their tensor."""
+"""Boxes that are not stored in row-major order, by the key of their tensor."""
 
 
 _MOST_EXPANDED_BYTES = 32 * 1024 * 1024
@@ -58,7 +58,7 @@ def too_large(pieces: Sequence[tuple[str, StoredTensor]], nbytes: int) -> dict[s
     adds, summed over the pieces so far, exceed `nbytes` plus 32 MiB.
 
     Args:
-        pieces: Key and stored tensor of each scattered piece.
+        pieces: Key and stored tensor of each piece that is not stored in row-major order.
         nbytes: Total length of all files.
     """
     reasons, total = dict[str, str](), 0
@@ -71,10 +71,10 @@ def too_large(pieces: Sequence[tuple[str, StoredTensor]], nbytes: int) -> dict[s
 
 
 def in_order(plan: LoadPlan, lengths: Sequence[int]) -> LoadPlan:
-    """Return a plan without the reads of scattered boxes; reads of row-major boxes remain.
+    """Return a load plan without the reads of scattered boxes, which are not stored in row-major order.
 
     Args:
-        plan: Plan from an index that gives scattered boxes offsets beyond the end of their file.
+        plan: Plan in which scattered boxes have made-up offsets, beyond the end of their file.
         lengths: Lengths of the files, in bytes.
     """
     ends = np.array(lengths, dtype=np.int64)
@@ -83,7 +83,12 @@ def in_order(plan: LoadPlan, lengths: Sequence[int]) -> LoadPlan:
 
 
 def read_scattered(checkpoint: Checkpoint, scattered: ByKey, shards: Sequence[ShardedTensor]) -> ReadReport:
-    """Fill the parts of shards that lie in scattered boxes, and return a report of the reads.
+    """Fill the parts of shards that are not stored in row-major order, and return a report of the reads.
+
+    Args:
+        checkpoint: The open checkpoint.
+        scattered: Boxes that are not stored in row-major order, by the key of their tensor.
+        shards: Shards to fill.
 
     Raises:
         CorruptCheckpoint: Bytes are missing, or the checksum of a record differs.
@@ -103,7 +108,10 @@ def read_scattered(checkpoint: Checkpoint, scattered: ByKey, shards: Sequence[Sh
 
 
 def scattered_cost(scattered: ByKey, shards: Sequence[ShardedTensor]) -> ReadCost:
-    """Return the cost of reading the scattered boxes of shards, each from its first byte to its last."""
+    """Return the cost of reading the parts of shards that are not stored in row-major order.
+
+    Each part is read from its first byte to its last.
+    """
     cost = ReadCost()
     for shard in shards:
         for _, tensor in _parts(scattered.get(shard.key, ()), shard):
@@ -116,7 +124,10 @@ Place = tuple[tuple[int, ...], tuple[int, ...], int]
 
 
 def _parts(scattered: Sequence[Scattered], shard: ShardedTensor) -> Iterator[tuple[Place, StoredTensor]]:
-    """Yield, for each scattered box that intersects a shard, a view of the shard's memory and the stored part."""
+    """Yield the intersections of a shard with boxes that are not stored in row-major order.
+
+    Each intersection is a pair: a view of the shard's memory, and the part of the stored box that fills the view.
+    """
     if not scattered:
         return
     columns = shard_columns([shard])

@@ -125,10 +125,12 @@ def _file(item: str, rank: int, layout: ValueAt) -> str:
 
 
 def _boxes(groups: ValueAt) -> dict[int, ValueAt]:
-    """Return metadata.pkl's descriptions of a plain tensor's boxes, by rank; {} for a DTensor, which has placements.
+    """Return metadata.pkl's description of the boxes that each rank has of a tensor, by rank; {} for a DTensor.
+
+    A rank's plain tensor may contain several boxes of the global tensor. A DTensor's placements describe its box.
 
     Args:
-        groups: Entries of metadata.pkl for the tensor. Each has some ranks, and how they shard the tensor.
+        groups: Entries of metadata.pkl for the tensor, each for several ranks, with a description of their sharding.
     """
     boxes: dict[int, ValueAt] = {}
     for group in groups.items():
@@ -142,7 +144,7 @@ def _ranks(groups: ValueAt) -> frozenset[int]:
     """Return the ranks whose files must contain a tensor; of ranks with replicas, only the first must.
 
     Args:
-        groups: Entries of metadata.pkl for the tensor. Each has some ranks, and how they shard the tensor.
+        groups: Entries of metadata.pkl for the tensor, each for several ranks, with a description of their sharding.
     """
     holders = set[int]()
     for group in groups.items():

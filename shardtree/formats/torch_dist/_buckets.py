@@ -1,9 +1,9 @@
 """Buckets of Megatron-Core's distributed optimizer (`dp_reshardable`), and the parameters stored in their ranges.
 
-A bucket is a 1-D tensor of a data-parallel group's float32 masters, or of their moments, without names. The offsets of
-its chunks say which ranges can be parameters. Which parameter a range holds is found by value: its masters, rounded to
-the weight's dtype, equal the weights of a piece of the model. Pieces with equal values, such as fresh norms, are
-distinguished by the order of modules.
+A bucket is a 1-D tensor of a data-parallel group's float32 master weights, or of their moments, without names. The
+offsets of its chunks say which ranges can be parameters. Which parameter a range holds is found by value: its master
+weights, rounded to the weight's dtype, equal the weights of a piece of the model. Pieces with equal values, such as
+fresh norms, are distinguished by the order of modules.
 
 References:
     megatron.core.optimizer.distrib_optimizer, megatron.core.distributed.param_and_grad_buffer, megatron-core 0.16.1.
@@ -37,7 +37,7 @@ _GROUPS = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d
 _SIZES = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\.per_bucket_numel\w*/.*")
 
 MASTER = "param"
-"""Name of the state that holds the float32 masters."""
+"""Name of the state that holds the float32 master weights."""
 
 _ALIGNMENT = 64
 """Alignment of parameters in a bucket, in elements."""
@@ -53,7 +53,7 @@ class Bucket:
         buffer: Number of the buffer that contains the bucket, and its parameters' dtype by torch's name.
         number: Number of the bucket in its buffer.
         dtype: Dtype of the parameters, by torch's name.
-        states: Name and dtype of each stored state, masters and moments; ascending.
+        states: Name and dtype of each stored state, master weights and moments; ascending.
         edges: Offsets of stored chunks in the bucket, and the bucket's length; ascending.
     """
 
@@ -111,8 +111,8 @@ def buckets_of(tensors: Mapping[str, TensorEntry]) -> list[Bucket]:
     """Return the buckets that `.metadata` lists, sorted by group, buffer and number.
 
     Raises:
-        CorruptCheckpoint: States of a bucket have different chunks, or a bucket has no float32 masters.
-        UnsupportedValue: A bucket has 16-bit remainders instead of masters.
+        CorruptCheckpoint: States of a bucket have different chunks, or a bucket has no float32 master weights.
+        UnsupportedValue: A bucket has 16-bit remainders instead of master weights.
     """
     states: dict[str, dict[str, TensorEntry]] = defaultdict(dict)
     names = {}
@@ -127,16 +127,17 @@ def _bucket(name: str, match: re.Match[str], states: Mapping[str, TensorEntry]) 
     edges = {(*sorted(at for ((at,), _) in entry.boxes), entry.shape[0]) for entry in states.values()}
     dtypes = {state: entry.dtype for state, entry in states.items() if entry.dtype is not None}
     if dtypes.get(MASTER) is torch.int16:
-        heading = f"open: {name!r} has 16-bit remainders in place of masters: its parameters cannot be identified"
+        heading = f"open: {name!r} lacks the fp32 master weights that identify its parameters: it has 16-bit remainders"
         fix = "Load the model alone, or go on in Megatron-Core and save with store_param_remainders=False."
         raise UnsupportedValue(error_text(heading, fix=fix))
     if len(edges) != 1 or len(dtypes) != len(states) or dtypes.get(MASTER) is not torch.float32:
         fix = "The checkpoint was damaged or made by another program; load another one."
-        expected = f"{MASTER} in float32, and moments with the same chunks"
+        expected = f"{MASTER} in torch.float32, and all states with the same chunks"
         found = ", ".join(
-            f"{state} in {dtypes.get(state)}, {len(states[state].boxes)} chunks" for state in sorted(states)
+            f"{state} in {dtypes.get(state, 'an unknown dtype')} with {len(states[state].boxes)} chunks"
+            for state in sorted(states)
         )
-        heading = f"open: bucket {name!r} has states of wrong dtypes, or in different chunks"
+        heading = f"open: the optimizer states of bucket {name!r} have wrong dtypes or different chunks"
         raise CorruptCheckpoint(error_text(heading, found=found, expected=expected, fix=fix))
     buffer = (int(match["buffer"]), match["dtype"])
     return Bucket(
@@ -189,13 +190,14 @@ def _half_further(piece: BucketPiece, axis: int) -> Ints:
 
 
 class Unit(NamedTuple):
-    """A parameter's range in a bucket, and the chunks of the model that it may be.
+    """A parameter's range in a bucket, and the stored chunks of the model that have the same values.
 
     Attributes:
         bucket: Bucket that contains the parameter.
-        begin: First element in the bucket.
-        end: One past the last element.
-        candidates: Alternatives with the parameter's values: each is one chunk of the model, or two halves.
+        begin: Index of the parameter's first element in the bucket.
+        end: One past the index of its last element.
+        candidates: Alternatives: each is a chunk with all values of the parameter, or two chunks with the gate and up
+            halves of a gated `linear_fc1`.
     """
 
     bucket: Bucket
@@ -216,8 +218,9 @@ def read_bucket(bucket: Bucket, sizes: Set[int], matches: Callable[[int, int], S
 
     Args:
         bucket: Bucket to read.
-        sizes: Distinct sizes of the candidates for parameters, in elements.
-        matches: Function from the begin and end of a range to the candidates that equal its rounded masters.
+        sizes: Sizes that a parameter may have, in elements.
+        matches: Function from the begin and end of a range in the bucket to the candidates: chunks of the model that
+            equal the range's master weights, rounded to the model's dtype.
 
     Raises:
         UnsupportedValue: The model's parameters don't fill the bucket in any way.
@@ -248,14 +251,15 @@ def read_bucket(bucket: Bucket, sizes: Set[int], matches: Callable[[int, int], S
     fix = (
         "Weights and optimizer belong to different steps, or were edited. Load the model alone, or another checkpoint."
     )
-    heading = f"open: {bucket.name!r}, from element {max(units)}: no parameter of the model has these values"
+    heading = f"open: {bucket.name!r}: its fp32 master weights from element {max(units)} on match no model parameter"
     raise UnsupportedValue(error_text(heading, fix=fix))
 
 
 def _slice_edges(edges: Ints) -> set[int]:
     """Return the offsets in a bucket at which data-parallel ranks' slices may end.
 
-    All slices have one length. It may be any for which `_is_slice` holds, and whose multiples are all chunks' edges.
+    All slices have one length, which isn't stored. A length is possible if all its multiples are in `edges`, and if
+    some number of ranks would cut the bucket into slices of this length.
 
     Args:
         edges: Offsets of stored chunks, and the bucket's length; ascending.
@@ -271,7 +275,8 @@ def _slice_edges(edges: Ints) -> set[int]:
 def _is_slice(size: int, length: int) -> bool:
     """Return whether some number of ranks would cut a bucket of `length` elements into slices of `size` elements.
 
-    Megatron-Core pads a bucket to a multiple of 128 and of the number of ranks, or of 65,536 too, before it cuts it.
+    Before the cut, Megatron-Core pads a bucket to a common multiple of 128 and the number of ranks. With the option
+    `pad_buckets_for_high_nccl_busbw`, the common multiple includes 65,536.
     """
     if size <= 128:
         return True  # There may be as many ranks as needed.
@@ -281,5 +286,8 @@ def _is_slice(size: int, length: int) -> bool:
 
 
 def _after(end: int, length: int) -> int:
-    """Return the offset of the parameter after one that ends at `end`: the next aligned offset, at most `length`."""
+    """Return the offset of the parameter that follows one that ends at `end`, in a bucket of `length` elements.
+
+    This is the next aligned offset, or the end of the bucket.
+    """
     return min(-(-end // _ALIGNMENT) * _ALIGNMENT, length)

@@ -128,7 +128,7 @@ def _check_lists(root: _Container) -> None:
 
 
 def _container(node: _Container) -> dict[Any, Any] | list[Any]:
-    """Return a container as a dict, or as a list if its entries are positions."""
+    """Return the list or dict that a filled container stands for: a list if its keys are positions, else a dict."""
     children = {entry: _close(child) if isinstance(child, _Container) else child for entry, child in node.items()}
     if any(isinstance(entry, int) for entry in children):
         return [children.get(position) for position in range(int(max(children)) + 1)]
@@ -155,8 +155,8 @@ def named_values(common: Any) -> dict[str, Value]:
     Dicts are flattened, and lists that contain such dicts; any other value is stored whole. This is DCP's own rule,
     except that values which DCP would lose are stored whole too: an empty dict (DCP omits it), a dict whose keys aren't
     all strings (DCP makes strings of them), a list of tensors (DCP doesn't find the names of plain values in it when a
-    checkpoint is converted), a list with holes of shards (DCP loses the positions before a value), and an instance of a
-    subclass, such as a Counter.
+    checkpoint is converted), a list with holes in place of shards (DCP loses the positions before a value), and an
+    instance of a subclass, such as a Counter.
 
     Args:
         common: Common state, such as `common_with_holes` returns.

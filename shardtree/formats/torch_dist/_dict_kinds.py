@@ -16,10 +16,10 @@ from ..archives import add_record, decode_archive, encode_archive, find_record
 from ..torch import decode_with_holes
 
 _RECORD = ".shardtree_dicts"
-"""Name of the archive's record of the dicts around its value."""
+"""Name of the zip record with the types of the dicts that contain the archive's value in the tree."""
 
 KindsAt = tuple[tuple[int, dict[Any, Any]], ...]
-"""Dicts around a value that aren't plain: the length of the path to each, and an empty dict of its type."""
+"""Dicts that contain a value and aren't plain: depth of each (length of its path), and an empty dict of its type."""
 
 
 def kinds_of(common: Any, paths: Mapping[str, TreePath]) -> dict[str, KindsAt]:
@@ -53,7 +53,12 @@ def _emptied(node: OrderedDict[Any, Any] | defaultdict[Any, Any]) -> dict[Any, A
 
 
 def with_kinds(data: bytes, kinds: KindsAt, *, allow_pickle: bool) -> bytes:
-    """Return a value's archive with an added record of the OrderedDicts and defaultdicts around the value.
+    """Return a value's archive with one more zip record: the types of the dicts that contain the value in the tree.
+
+    Args:
+        data: Archive of the value.
+        kinds: Depth and empty copy of each OrderedDict and defaultdict that contains the value.
+        allow_pickle: Whether the factory of a defaultdict may be of any type.
 
     Raises:
         UnsupportedValue: The factory of a defaultdict isn't a plain type.
@@ -62,7 +67,9 @@ def with_kinds(data: bytes, kinds: KindsAt, *, allow_pickle: bool) -> bytes:
 
 
 def decode_value(data: Buffer, what: str, options: LoadOptions) -> tuple[Any, KindsAt]:
-    """Return an archive's value, and the OrderedDicts and defaultdicts around it: depth and empty copy of each.
+    """Return an archive's value, and the types of the dicts that contained the value in the saved tree.
+
+    Only OrderedDicts and defaultdicts are listed, each with its depth in the tree and an empty dict of its type.
 
     Raises:
         CorruptCheckpoint: The bytes aren't what was saved.
@@ -71,13 +78,12 @@ def decode_value(data: Buffer, what: str, options: LoadOptions) -> tuple[Any, Ki
     value, record = decode_with_holes(data, what, options), find_record(data, _RECORD, what=what)
     if record is None:
         return value, ()
-    what = f"{what}: its record of dicts"
+    what = f"{what}: its list of dict types"
     kinds = decode_archive(record, what=what, allow_pickle=options.allow_pickle)
     if type(kinds) is not list or not all(map(_is_kind, kinds)):
         raise CorruptCheckpoint(
             error_text(
                 f"{what} is malformed",
-                expected="empty OrderedDicts and defaultdicts, with their depths",
                 fix="The file was damaged or edited; load another checkpoint.",
             )
         )
@@ -94,10 +100,11 @@ def at_paths(paths: Iterable[tuple[TreePath, KindsAt]]) -> dict[TreePath, dict[A
     """Return an empty copy of each OrderedDict and defaultdict, by its path.
 
     Args:
-        paths: Path of each value, with the OrderedDicts and defaultdicts around it.
+        paths: Path of each value; and depth and empty copy of each OrderedDict and defaultdict that contains the value.
+            The depth is the length of the dict's path.
 
     Raises:
-        ValueError: A dict's depth exceeds the path of its value.
+        ValueError: A dict's depth is not less than the length of its value's path.
 
     Examples:
         >>> at_paths([(("a", "b"), ((1, OrderedDict()),))])

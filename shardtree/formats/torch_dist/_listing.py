@@ -75,7 +75,7 @@ class Archives:
         return None if row < 0 else tuple(self.shapes[row, self.shapes.shape[1] - int(self.axes[row]) :].tolist())
 
     def at(self, byte: Column) -> Column:
-        """Return the number of the archive whose payload contains each offset in the virtual file, int64 (offsets,)."""
+        """Return the number of the archive at each offset in the virtual file of all payloads, int64 (offsets,)."""
         return np.asarray(np.searchsorted(self.start, byte, side="right") - 1, dtype=np.int64)
 
 
@@ -178,8 +178,8 @@ class ChunkBoxes:
 def true_boxes(entry: TensorEntry) -> ChunkBoxes:
     """Return the boxes of a stored tensor's chunks in the original tensor.
 
-    Older Megatron-Core stored flat ranges of a tensor's grid cells as chunks of another tensor, whose shape is (cells
-    along each axis..., elements of a cell). `.metadata` then also has the original shape.
+    Older Megatron-Core cut a tensor into a grid of equal cells and flattened each cell. The stored tensor has the shape
+    (cells along each axis..., elements of a cell); its chunks are ranges of cells. `.metadata` has the original shape.
 
     Raises:
         ValueError: The chunks aren't ranges of such cells.
@@ -275,9 +275,9 @@ def parse(checkpoint: Checkpoint) -> ArchiveListing:
 
 
 def index_on_files(listing: ArchiveListing, index: Index) -> Index:
-    """Return an index with the data files in place of the virtual one; a chunk's offset is that of its archive.
+    """Return an index for display, with the data files in place of the virtual file that joins all payloads.
 
-    The index is only for display: a chunk's elements come after the head of its archive, whose length isn't known.
+    The offset of a chunk is that of its archive: its elements come later, after a head of unknown length.
     """
     archives = listing.archives
     chunk, item = archives.at(index.chunk_byte), archives.at(index.object_byte)

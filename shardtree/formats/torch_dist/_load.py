@@ -123,7 +123,7 @@ def archives_cost(
 
 
 def _file_plan(listing: ArchiveListing, payloads: Payloads, plan: LoadPlan, run: Column, piece: Column) -> LoadPlan:
-    """Return a plan for the data files, translated from a plan for the listing's virtual file.
+    """Return a plan for the data files, translated from a plan for the virtual file that joins all archives' payloads.
 
     Args:
         listing: Listing of the checkpoint.
@@ -295,7 +295,10 @@ def _fill(checkpoint: Checkpoint, listing: ArchiveListing, index: Index, shards:
 
 
 def _has_states(listing: ArchiveListing, keys: Set[str] | None) -> bool:
-    """Return whether any of some keys may be a state in a bucket; None means all keys."""
+    """Return whether one of the keys may name an optimizer state that is stored in a bucket; None means all keys.
+
+    A bucket is a 1-D tensor with a state of several parameters, whose names aren't stored.
+    """
     are_tensors = keys is not None and keys <= listing.contents.tensors.keys()
     return not are_tensors and any(map(is_bucket, listing.contents.tensors))
 
@@ -305,9 +308,10 @@ def _states(checkpoint: Checkpoint, listing: ArchiveListing) -> Index:
 
 
 def _compare(checkpoint: Checkpoint, listing: ArchiveListing, keys: Set[str]) -> tuple[str, ...]:
-    """Compare all masters with their weights if any key is an optimizer state; raise if they differ.
+    """Compare all master weights with the weights if one of the keys is an optimizer state; raise if they differ.
 
-    This happens once for an open checkpoint. With ``verify=None`` nothing is compared, and the states are returned.
+    They are compared once for an open checkpoint. The result is the keys of uncompared states: with ``verify=None`` it
+    is all requested states, and otherwise it is empty.
     """
     states = states_among(checkpoint, listing, keys)
     if checkpoint.options.verify is None:
@@ -324,9 +328,14 @@ def _differing(checkpoint: Checkpoint, listing: ArchiveListing, share: int, shar
 
 
 def resolve(checkpoint: Checkpoint, keys: Set[str], listed: bool) -> Resolution | None:
-    """Return the work that ranks share before they read; None if there is none.
+    """Return a task that ranks carry out together before they read; None if there is none.
 
-    It is either the search for the parameters in buckets, or the comparison of masters with weights.
+    The task is to find the parameters in a distributed optimizer's buckets, or to compare master weights with weights.
+
+    Args:
+        checkpoint: The open checkpoint.
+        keys: Keys that are loaded.
+        listed: Whether the load also lists all stored keys.
     """
     listing = read_listing(checkpoint)
     if _has_states(listing, None if listed else keys):
@@ -348,7 +357,7 @@ def resolve(checkpoint: Checkpoint, keys: Set[str], listed: bool) -> Resolution 
 
 
 def master_damage(checkpoint: Checkpoint) -> list[Damage]:
-    """Return a `Damage` for each master that differs from its weight after rounding."""
+    """Return a `Damage` for each master weight that differs from its weight after rounding."""
     listing = read_listing(checkpoint)
     wrong = _differing(checkpoint, listing, 0, 1) if states_among(checkpoint, listing, listing.contents.tensors) else {}
     return [Damage("", f"{reason}. {FIX}", keys=(key,)) for key, reason in sorted(wrong.items())]

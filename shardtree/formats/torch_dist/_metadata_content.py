@@ -48,8 +48,8 @@ class TensorEntry:
         shape: Global shape.
         offsets: Offset of each chunk, int64 (chunks, axes).
         shapes: Shape of each chunk, int64 (chunks, axes).
-        places: Number of the place of each chunk's archive, int64 (chunks,).
-        grid_shape: Original shape of the tensor if `shape` is that of a grid of flattened cells; else None.
+        places: Position of each chunk's archive in the file's `ArchivePlaces`, int64 (chunks,).
+        grid_shape: Original shape of a tensor that older Megatron-Core stored as a grid of flattened cells; else None.
     """
 
     dtype: torch.dtype | None
@@ -73,14 +73,14 @@ class TensorEntries(Mapping[str, TensorEntry]):
     Sending columns to other ranks takes a small part of the time that sending entries would take.
 
     Attributes:
-        number: Number of each key, from 0.
+        number: Position of each tensor in `kinds` and `wholes`, by key.
         kinds: Dtype of each tensor; None if this torch lacks it.
         wholes: Global shape of each tensor.
-        edges: Number of each tensor's first chunk, and the number of all chunks.
+        edges: Row of each tensor's first chunk in `offsets`, `shapes` and `places`; finally the count of all chunks.
         offsets: Offset of each chunk, left-aligned, int64 (chunks, axes).
         shapes: Shape of each chunk, left-aligned, int64 (chunks, axes).
-        places: Number of the place of each chunk's archive, int64 (chunks,).
-        grid_shapes: Original shapes of tensors that are stored as grids of flattened cells, by key.
+        places: Position of each chunk's archive in the file's `ArchivePlaces`, int64 (chunks,).
+        grid_shapes: Original shapes of tensors that older Megatron-Core stored as grids of flattened cells, by key.
     """
 
     number: dict[str, int]
@@ -119,9 +119,9 @@ class MetadataFile:
 
     Attributes:
         tensors: Entries of the tensors, by key.
-        values: Number of the place of each pickled value's archive, by name.
+        values: Position of each pickled value's archive in `places`, by the value's name.
         paths: Path of each name in the nested state; None if paths are not stored.
-        places: Places of all archives.
+        places: File and byte range of each archive.
     """
 
     tensors: Mapping[str, TensorEntry]
@@ -166,7 +166,11 @@ _PATHS = ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath", "Path"
 
 
 class _Names(dict[tuple[str, str], Any]):
-    """Values by module and name. A dtype that this torch lacks becomes a stub; only loads of its tensors fail."""
+    """Values of the names that `.metadata` may contain, by module and name.
+
+    An unknown name of the module torch is taken as a dtype that this torch lacks, and becomes a stub: only loads of its
+    tensors fail.
+    """
 
     def __missing__(self, key: tuple[str, str]) -> Any:
         module, name = key

@@ -79,8 +79,8 @@ def parse_metadata(data: bytes, where: str) -> MetadataFile:
         where: Path or URL of the file, for errors.
 
     Raises:
-        CheckpointingException: The file is damaged, or too irregular for a scan; reading it without a scan tells which.
-        ValueError: As above. TypeError, KeyError and OverflowError have the same meaning.
+        CheckpointingException, ValueError, TypeError, KeyError, OverflowError: The file is damaged, or too irregular
+            for a scan; reading it without a scan tells which.
     """
     classes = metadata_classes()
     scan = MetadataScan(classes)
@@ -129,7 +129,7 @@ class _TensorTable:
         self._shape = np.concatenate([none, *scan_columns.tensor_shape])
 
     def add(self, key: Any, entry: Any) -> None:
-        """Add a tensor or value that was read as objects."""
+        """Add a tensor or value that the pickle's reader returned as Python objects."""
         if type(key) is not str or not key:
             raise ValueError(f"a key that is empty or not a string: {kind_of(key)}")
         if is_a(entry, "TensorStorageMetadata"):
@@ -170,7 +170,7 @@ class _TensorTable:
         return np.array([self.scan_columns.shapes.add(shape)])
 
     def add_run(self, run: Run) -> None:
-        """Add tensors that a scan read into columns."""
+        """Add the tensors of a run: a range of rows in the columns that a scan of the pickle filled."""
         rows, scan_columns = slice(run.first, run.last), self.scan_columns
         if not all(scan_columns.tensor_key[rows]):
             raise ValueError("an empty key")
@@ -189,7 +189,10 @@ _NONE: Column = np.zeros(0, dtype=np.int64)
 
 
 class _PlaceTable:
-    """The places that `.metadata` lists: for chunks by tensor key and chunk offset, for plain values by name."""
+    """The places that `.metadata` lists: for chunks by tensor key and chunk offset, for plain values by name.
+
+    A place is the file and the byte range of an archive.
+    """
 
     def __init__(self, scan_columns: ScanColumns) -> None:
         self.scan_columns = scan_columns
@@ -203,7 +206,12 @@ class _PlaceTable:
         self._places = np.stack([np.concatenate([_NONE, *part]) for part in columns])
 
     def add(self, index: Any, info: Any) -> None:
-        """Add a place that was read as objects."""
+        """Add the place of an archive, its file and byte range, from Python objects that the pickle's reader returned.
+
+        Args:
+            index: Object of the class `MetadataIndex`: key of a tensor and offset of a chunk, or name of a value.
+            info: Object of the class `_StorageInfo`: file, offset and length of the archive.
+        """
         if not is_a(index, "MetadataIndex") or not is_a(info, "_StorageInfo"):
             raise ValueError(f"{kind_of(index)} and {kind_of(info)} in storage_data")
         state = info.state
@@ -221,7 +229,7 @@ class _PlaceTable:
         self._columns.append(np.array([[row], [byte], [length]], dtype=np.int64))
 
     def add_run(self, run: Run) -> None:
-        """Add places that a scan read into columns."""
+        """Add the places of a run: a range of rows in the columns that a scan of the pickle filled."""
         rows = slice(run.first, run.last)
         files = self.scan_columns.pair_file[rows]
         self.refusals |= {
@@ -233,9 +241,11 @@ class _PlaceTable:
         self.runs += 2
 
     def columns(self) -> tuple[Column, ArchivePlaces]:
-        """Return the chunk offset of each place, and the places.
+        """Return a column that tells the chunk of each place, and the places.
 
-        A chunk offset is given as its row in the table of shapes, -1 for a plain value, int64 (places,).
+        Returns:
+            Row of the chunk's offset in the table of shapes and offsets, -1 for the place of a plain value,
+            int64 (places,); and the places.
         """
         offset, byte, length = np.concatenate([np.zeros((3, 0), dtype=np.int64), *self._columns], axis=1)
         return offset, ArchivePlaces(self.file, byte, length, self.refusals)
@@ -254,16 +264,16 @@ def _refusal(file: str, transforms: Any) -> str:
 def _content(
     tensors: _TensorTable, place_table: _PlaceTable, flat: Any, paths: dict[str, tuple[str | int, ...]] | None
 ) -> MetadataFile:
-    """Return the content of `.metadata`, after finding the place of each chunk and value.
+    """Return the content of `.metadata`, after finding the archive of each chunk and value.
 
     Args:
         tensors: Tensors and values that the file lists.
-        place_table: Places that the file lists.
-        flat: Megatron-Core's `mcore_data`, by key: original shapes of tensors that are stored as flat ranges of cells.
+        place_table: Places that the file lists: the file and byte range of each archive.
+        flat: Megatron-Core's `mcore_data`, by key: original shapes of tensors stored as grids of flattened cells.
         paths: Path of each name in the nested state; None if paths are not stored.
 
     Raises:
-        ValueError: A place is missing, or shapes contradict each other.
+        ValueError: The place of a chunk or value is missing, or shapes contradict each other.
     """
     axes, table = tensors.scan_columns.shapes.table(_MOST_NUMBERS)
     place_offset, places = place_table.columns()
@@ -299,12 +309,15 @@ def _tuples(shapes: Column, axes: Column) -> list[Ints]:
 
 
 def _values(names: list[str], keys: list[str], offset: Column) -> dict[str, int]:
-    """Return the number of each plain value's place, by name; if a value has several places, the last one counts.
+    """Return the position of each plain value's archive among all listed archives, by the value's name.
+
+    If a value is listed several times, the last time counts.
 
     Args:
         names: Names of the values.
-        keys: Tensor key or value name of each place.
-        offset: Row of each place's chunk offset in the table of shapes, -1 for a value, int64 (places,).
+        keys: Key of the tensor, or name of the value, in each archive.
+        offset: Row of the chunk's offset in the table of shapes and offsets, for each archive; -1 for an archive of a
+            value, int64 (archives,).
     """
     row_of = {keys[row]: row for row in np.flatnonzero(offset < 0).tolist()}
     if absent := [key for key in names if key not in row_of]:
@@ -326,7 +339,14 @@ def _dtype_from(first: Any) -> torch.dtype | None:
 
 
 def _grid_shape(key: str, flat: Any) -> Ints | None:
-    """Return the original shape of a tensor that Megatron-Core 0.8 to 0.15 stored as flat ranges of cells, or None."""
+    """Return the original shape of a tensor that is stored as a grid of flattened cells; None for other tensors.
+
+    Megatron-Core 0.8 to 0.15 stored flat shards in this way.
+
+    Args:
+        key: Key of the tensor.
+        flat: Megatron-Core's `mcore_data`: a dict that has the original shape by key, or None.
+    """
     data = flat.get(key) if isinstance(flat, dict) else None
     shape = data.get("nd_reformulated_orig_global_shape") if isinstance(data, dict) else None
     if shape is None:

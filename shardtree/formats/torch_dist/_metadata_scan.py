@@ -1,9 +1,11 @@
 """The scan of `.metadata`: it reads regular parts straight into columns, so that a million chunks make few objects.
 
-Nearly all of the file repeats three records: a tensor, a chunk of a tensor, and the place of a chunk. Regular
-expressions match them, opcode by opcode, after the safe reader of pickles has read the first such record. References
-are then looked up in the reader's memo. The scan leaves everything unexpected to that reader, which decides whether the
-file is sound.
+Nearly all of the file repeats three records: a tensor, a chunk of a tensor, and the place of a chunk. The place is a
+file, and an offset and length in it. Regular expressions match these records, opcode by opcode, after the safe reader
+of pickles has read the first of a kind.
+
+A pickle numbers the values that it may refer to later (memo numbers). References are looked up by these numbers in the
+reader's memo. The scan leaves everything unexpected to the reader, which decides whether the file is sound.
 """
 
 from __future__ import annotations
@@ -41,25 +43,26 @@ _MOST_SHORT = 100_000
 
 @dataclass(slots=True)
 class ScanColumns:
-    """Columns read by a scan, of three tables: chunks, pairs (a key, and where its bytes are) and tensors.
+    """Columns read by a scan, in three tables: chunks, pairs and tensors.
 
-    A `Run` is a range of rows of one table. Columns "in parts" are lists of arrays, which are concatenated at the end.
+    A pair names a chunk of a tensor, or a value without chunks, and the place of its bytes. Columns "in parts" are
+    lists of arrays, which are concatenated at the end.
 
     Attributes:
-        shapes: Table of all shapes and offsets; "row" below is a row of this table.
-        chunk_offset: Row of each chunk's offset, (chunks,), in parts.
-        chunk_shape: Row of each chunk's shape, (chunks,), in parts.
+        shapes: Table of all shapes and offsets; a "shape row" below is a row of this table.
+        chunk_offset: Shape row of each chunk's offset, (chunks,), in parts.
+        chunk_shape: Shape row of each chunk's shape, (chunks,), in parts.
         chunks: Number of chunks.
-        pair_key: Key of each pair, (pairs,).
-        pair_offset: Row of the offset of each pair's chunk, -1 for a value, (pairs,), in parts.
+        pair_key: Key of each pair's tensor or value, (pairs,).
+        pair_offset: Shape row of the offset of each pair's chunk, -1 for a value, (pairs,), in parts.
         pair_file: File of each pair's bytes, (pairs,).
         pair_byte: Offset of each pair's bytes in the file, (pairs,), in parts.
         pair_length: Number of each pair's bytes, (pairs,), in parts.
         tensor_key: Key of each tensor, (tensors,).
         tensor_dtype: Dtype of each tensor, as the file has it, (tensors,).
-        tensor_shape: Row of each tensor's shape, (tensors,), in parts.
-        tensor_chunks: First chunk of each tensor and one past its last, (tensors,).
-        runs: Number of runs.
+        tensor_shape: Shape row of each tensor's shape, (tensors,), in parts.
+        tensor_chunks: Row of each tensor's first chunk, and one past the row of its last, (tensors,).
+        runs: Number of `Run` placeholders on the reader's stack; each stands for consecutive rows of one table.
     """
 
     shapes: Shapes = field(default_factory=no_shapes)
@@ -79,10 +82,11 @@ class ScanColumns:
 
 
 class MetadataScan:
-    """The scan of one `.metadata`.
+    """The scan of one `.metadata`, called by the reader of the pickle.
 
     Args:
-        classes: Values of the names that the file may contain, as for its reader.
+        classes: Value of each class or function that the file may name, by module and qualified name; the reader has
+            the same ones.
     """
 
     def __init__(self, classes: Mapping[tuple[str, str], Any]) -> None:
@@ -140,15 +144,15 @@ class MetadataScan:
     def _records(
         self, machine: Machine, at: int, kind: str, batches: bytes
     ) -> tuple[list[tuple[bytes, ...]], int, Patterns]:
-        """Return the fields of successive records, the position after them, and the patterns that they match.
+        """Return the fields of consecutive records, the position after them, and the regular expressions in use.
 
-        There are no records, and the position is `at`, if they would be too short for a scan.
+        If the records have too few bytes for a scan, the list is empty and the position is `at`.
 
         Args:
             machine: Reader of the file.
             at: Position of the first record.
             kind: Kind of the records: "chunk", "pair" or "tensor".
-            batches: Opcodes that end one batch of records in a list or dict, and begin the next.
+            batches: Opcodes between two batches of records; `pickle` writes a long list or dict in batches.
         """
         data, end = machine.data, at
         patterns = patterns_of(True)
@@ -182,15 +186,15 @@ class MetadataScan:
     # These methods look up references of records.
 
     def check(self, machine: Machine, codes: Sequence[bytes], *expected: str) -> None:
-        """Raise unless references lead to the expected classes and strings.
+        """Raise unless the references in records lead to the expected classes and strings.
 
         Args:
-            machine: Reader of the file.
-            codes: Opcodes of each record, one reference after the other.
-            expected: Class name or string that each reference must lead to.
+            machine: Reader of the file, whose memo has the values behind the references.
+            codes: Opcodes from each record, with one reference for each expected name.
+            expected: Names of classes, and strings, in the order of the references.
 
         Raises:
-            Irregular: A reference leads to something else.
+            Irregular: A record has a reference to another value, or more or fewer references.
         """
         for code in set(codes):
             values = [machine.memo[reference(opcode)] for opcode in REFERENCE.findall(code)]
@@ -205,19 +209,29 @@ class MetadataScan:
         return type(value) is Constructor and self._names.get(value) == "Size"
 
     def shape(self, machine: Machine, number: int) -> Ints:
-        """Return a shape that isn't in the table, by its memo number."""
+        """Return a shape that the reader has read, not the scan, by its memo number.
+
+        Args:
+            machine: Reader of the file, whose memo has the shape.
+            number: Memo number of the shape.
+
+        Raises:
+            Irregular: The memo has no shape with this number.
+        """
         value = dict.get(machine.memo, number)
         if type(value) is not tuple or {*map(type, value)} - {int}:
             raise Irregular("a reference to something in place of a shape")
         return value
 
     def texts(self, machine: Machine, codes: Sequence[bytes], base: Sequence[int]) -> list[str]:
-        """Return the strings that opcodes contain or refer to, and add contained strings to the reader's memo.
+        """Return the string of each opcode, and add new strings to the reader's memo.
+
+        An opcode contains a new string, or refers to an earlier one.
 
         Args:
             machine: Reader of the file.
             codes: Opcode of each string.
-            base: Memo number that each string gets if its opcode contains it.
+            base: Memo number that is free at each opcode; a new string gets it.
         """
         text_of: dict[bytes, str] = {}
         texts = []
@@ -337,7 +351,11 @@ def _dtype_of(properties: Any) -> Any:
 
 
 def _is_class_name(name: str, value: Any) -> bool:
-    """Return whether a value has the wrong type: a string for the name of a class, or a class for another name."""
+    """Return whether a value can't be meant by an expected name, because of its type.
+
+    A name that begins with a capital letter or an underscore is a class's, and no string may be in its place. Any other
+    name is a field's, and only a string may be in its place.
+    """
     return (name[0].isupper() or name.startswith("_")) == (type(value) is str)
 
 
@@ -351,7 +369,7 @@ def _are_new(texts: Sequence[bytes]) -> Column:
 
 
 class _ChunkColumns:
-    """Chunks as columns, before their memo numbers are known."""
+    """Scanned chunks as columns. Their memo numbers depend on the records before them, and are passed to `keep`."""
 
     def __init__(self, scan: MetadataScan, machine: Machine, patterns: Patterns, rows: list[tuple[bytes, ...]]) -> None:
         begin, offset, second, shape = zip(*rows, strict=True) if rows else ((), (), (), ())
@@ -365,10 +383,10 @@ class _ChunkColumns:
         self.memo_counts = self.of_object + self.offset.memo_counts + self.shape.memo_counts
 
     def keep(self, base: Column) -> int:
-        """Add the chunks to the scan's table of chunks, and return the row of the first one.
+        """Add these chunks to the scan's table of chunks, and return the first one's row.
 
         Args:
-            base: First memo number that is free for each chunk, int64 (chunks,).
+            base: Memo number that is free where each chunk begins, int64 (chunks,).
         """
         scan_columns, shape_of = self.scan.columns, partial(self.scan.shape, self.machine)
         at = base + self.of_object

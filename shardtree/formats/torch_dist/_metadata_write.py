@@ -1,7 +1,8 @@
-"""The writer of `.metadata`: a pickle that torch.distributed.checkpoint reads, whose many records come from columns.
+"""The writer of `.metadata`, a pickle that torch.distributed.checkpoint reads.
 
-It emits opcodes itself, and doesn't pickle instances of torch's classes. So it needs no import of torch.distributed,
-and the bytes don't depend on torch's version.
+It makes the many records of chunks side by side, from arrays with a row for each chunk. It emits opcodes itself, and
+doesn't pickle instances of torch's classes. So it needs no import of torch.distributed, and the bytes don't depend on
+torch's version.
 """
 
 from __future__ import annotations
@@ -112,7 +113,10 @@ def _size(shape: Sequence[int]) -> Reduced:
 
 
 def _new(name: str, module: str = _METADATA, **state: Any) -> New:
-    """Return an instance that is unpickled without its constructor, so that versions with other fields can read it."""
+    """Return an instance of one of torch's classes, with the fields `state`.
+
+    It is unpickled without the class's constructor, so that torch versions with other fields can read it.
+    """
     return New(_class(module, name), (), state or None)
 
 
@@ -175,7 +179,7 @@ def _chunk_records(writer: PickleWriter, columns: ShardColumns) -> Records:
 
 
 def _write_paths(paths: Paths, writer: PickleWriter) -> None:
-    """Write the path of each name in the nested state; usually it is the name itself."""
+    """Write the entries of `planner_data`: each value's name, and its path in the nested dict, usually ``(name,)``."""
     for key, path in paths.items():
         number = writer.memo.get(key) if path == (key,) else None
         if number is None:
@@ -187,7 +191,10 @@ def _write_paths(paths: Paths, writer: PickleWriter) -> None:
 
 
 def _write_places(archives: Mapping[str, Archive], contents: WrittenContents, writer: PickleWriter) -> None:
-    """Write the place of each value and chunk."""
+    """Write the entries of `storage_data`: for each value and chunk, its index and its archive's place.
+
+    The place is the archive's file, its offset in the file, and its length.
+    """
     for name, archive in archives.items():
         writer.write(_index(name), _DEPTH)
         writer.write(_place(*archive), _DEPTH)
@@ -202,9 +209,9 @@ def _write_places(archives: Mapping[str, Archive], contents: WrittenContents, wr
 
 
 def _place_records(writer: PickleWriter, contents: WrittenContents) -> Records:
-    """Return the opcodes of the places of all chunks except the first.
+    """Return the opcodes of all chunks' entries in `storage_data` except the first.
 
-    The first chunk's place must have been written: then the pickle contains all names except those of other files.
+    The first chunk's entry must be in the pickle already, since the other entries refer to its classes and fields.
     """
     columns, axes = contents.columns, _axes(contents.columns)
     key = np.array([writer.memo[name] for name in columns.keys], dtype=np.int64)

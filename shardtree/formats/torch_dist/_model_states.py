@@ -91,16 +91,17 @@ def differing(
     share: int = 0,
     shares: int = 1,
 ) -> dict[str, str]:
-    """Return a text about the first difference of each master that differs from its weight after rounding, by key.
+    """Return the float32 masters that differ from their weights after rounding: a text about the difference, by key.
 
-    Chunks are compared one at a time, in bounded memory. All shares of the work have about equally many elements.
+    The text names the first differing element. Chunks are compared one at a time, in bounded memory. The comparison is
+    split into shares with about equally many elements.
 
     Args:
         checkpoint: The open checkpoint.
         listing: Listing of the checkpoint.
         read: Function that reads stored tensors.
-        share: Number of the share to compare.
-        shares: Number of shares.
+        share: Index of the share that this call compares.
+        shares: Count of all shares.
     """
     pairs, index = checkpoint.once(_pairs), listing.index
     keys, reasons = index.keys(), dict[str, str]()

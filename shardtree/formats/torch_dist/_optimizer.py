@@ -1,7 +1,8 @@
 """A distributed optimizer's buckets as states of the model's parameters: `optimizer.state.<state>.<key of the model>`.
 
 Each stored chunk of a bucket lies within one parameter, so that it is a flat range of a box of the model. States are
-read like other flat shards: in any layout, and only the bytes that are requested.
+read like other flat shards: in any layout, and only the bytes that are requested. As in the listing, the index's
+offsets are those of a virtual file, which joins the payloads of all archives.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class States:
     """The memoised result of `optimizer_index` for an open checkpoint.
 
     Attributes:
-        index: Index that lists the optimizer's buckets as states of single parameters; None until it is made.
+        index: Index that lists the optimizer's states by parameter instead of by bucket; None until it is made.
     """
 
     __slots__ = ("index",)
@@ -81,7 +82,7 @@ class States:
 
 
 def optimizer_index(checkpoint: Checkpoint, listing: ArchiveListing, fill: Fill) -> Index:
-    """Return the index of a checkpoint with its buckets as states of the model's parameters.
+    """Return the index of a checkpoint, with optimizer states listed by parameter instead of by bucket.
 
     This reads all weights and masters once, since the file doesn't name the parameters in a bucket. Steps are
     listed too, but are read from the objects with param groups, not from the index's offsets.
@@ -151,7 +152,9 @@ Candidates = Mapping[tuple[str, ...], Sequence[Candidate]]
 
 
 def _candidates(fill: Fill, dtype: str, pieces: Sequence[BucketPiece]) -> Candidates:
-    """Return all candidates for parameters of a dtype, by the hashes of their chunks' values.
+    """Return the candidates for a bucket's parameters of a dtype, by the hashes of their values.
+
+    A candidate is one of the model's stored chunks, or the two chunks of a gated `linear_fc1`.
 
     Args:
         fill: Function that reads stored tensors into the memory of shards.
@@ -209,13 +212,15 @@ def _readings(
     candidates: Candidates,
     memory: torch.Tensor,
 ) -> list[Reading]:
-    """Return the possible divisions of a bucket into parameters, found by the values of its masters.
+    """Return the readings of a bucket, that is, its possible divisions into parameters.
+
+    A range of the bucket may be a parameter if its masters, after rounding, have the values of a candidate.
 
     Args:
         fill: Function that reads stored tensors into the memory of shards.
         bucket: Bucket to divide.
-        pieces: Stored chunks of the model, by the name of their dtype.
-        candidates: Candidates for parameters of the bucket's dtype.
+        pieces: Stored chunks of the model, by the name of their dtype; they give the possible sizes of parameters.
+        candidates: Chunks, or pairs of chunks, that parameters of the bucket's dtype may be, by hashes of their values.
         memory: Buffer that the masters are read into.
     """
     masters, dtype = memory[: bucket.edges[-1]], dtype_from_name(bucket.dtype)
@@ -300,15 +305,20 @@ def _index(listing: ArchiveListing, matches: Sequence[Match]) -> Index:
 
 
 def _step_byte(listing: ArchiveListing) -> int:
-    """Return the offset under which the listing shows steps: that of the first object with param groups."""
+    """Return the offset of steps in the index: that of the first object with param groups, which contain the step.
+
+    Without such an object, the offset is 0.
+    """
     names, begins = listing.index.object_names(), listing.index.object_byte.tolist()
     return next((begin for name, begin in zip(names, begins, strict=True) if is_groups(name)), 0)
 
 
 def _without_buckets(index: Index) -> tuple[ShardColumns, Column, list[tuple[str, int, int, int]]]:
-    """Return the chunks of all tensors except buckets, their offsets in the virtual file, and the objects.
+    """Return the index's chunks and objects, without those of buckets.
 
-    Objects with the sizes of buckets are left out.
+    Returns:
+        ``(columns, byte, objects)``: the chunks, their offsets in the virtual file, and for each object
+        ``(unique_key, file_number, offset, length)``. Objects that state the lengths of buckets are left out, too.
     """
     names = index.keys()
     numbers = [number for number, key in enumerate(names) if not is_bucket(key)]

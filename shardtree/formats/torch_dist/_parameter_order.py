@@ -1,4 +1,8 @@
-"""Choice between parameters with equal values, by other layers, the rank's other parameters, and the module order."""
+"""Choice among a model's chunks that have the values of the same parameter in a bucket.
+
+A reading divides a bucket into units. A unit is the range of one parameter, with its candidates: all chunks of the
+model that have its values. Other layers, the rank's other parameters and the module order decide among candidates.
+"""
 
 from __future__ import annotations
 
@@ -140,10 +144,10 @@ def choose(readings: Sequence[Sequence[Reading]], orders: Sequence[Order]) -> li
 
     Args:
         readings: Possible readings of each bucket, that is, divisions into parameters.
-        orders: Possible orders of modules. If any reading fits one, readings that fit none do not count.
+        orders: Possible orders of modules. If some of a bucket's readings fit an order, only these count.
 
     Raises:
-        UnsupportedValue: Several readings of a bucket fit.
+        UnsupportedValue: Several readings of a bucket fit, or it has too many.
     """
     in_all = (
         unit for bucket_readings in readings for unit in set(bucket_readings[0]).intersection(*bucket_readings[1:])
@@ -165,10 +169,7 @@ def choose(readings: Sequence[Sequence[Reading]], orders: Sequence[Order]) -> li
 
 
 def _pieces_of(reading: Reading) -> Iterator[Hashable]:
-    """Yield the offset and the chunk of each part of a reading, to compare it with other readings of the bucket.
-
-    The halves of a known pair are two parts. An undecided parameter is one part, with all its candidates for a chunk.
-    """
+    """Yield each chunk of a reading with its offset; a parameter with several candidates yields these, not a chunk."""
     for unit in reading:
         pieces = unit.candidates[0] if _is_one(unit) else (unit.candidates,)
         size = (unit.end - unit.begin) // len(pieces)
@@ -180,12 +181,15 @@ def _is_one(unit: Unit) -> bool:
 
 
 def _has_form(unit: Unit, counts: set[int]) -> bool:
-    """Return whether any candidate fits the known layers: all layers of a model are gated, or none is."""
+    """Return whether a candidate of the unit fits the known layers, as all layers of a model are gated, or none is.
+
+    `counts` has the numbers of chunks of the known layers' `linear_fc1`: 2 if they are gated, else 1.
+    """
     return any(len(counts) != 1 or not may_be_gated(pieces[0]) or len(pieces) in counts for pieces in unit.candidates)
 
 
 def _descends(reading: Reading, order: Order) -> bool:
-    """Return whether the parameters of a reading can follow each other in the reverse of an order."""
+    """Return whether a reading's parameters can be in the reverse of a module order, with some choice of candidates."""
     last: ParameterPlace | None = None
     for unit in reading:
         places = [order.place(pieces[0]) for pieces in unit.candidates]
@@ -202,7 +206,7 @@ def _descends(reading: Reading, order: Order) -> bool:
 
 
 def _may_be_copy(unit: Unit) -> bool:
-    """Return whether a parameter may be an embedding; a tied one has a copy at the output layer's place."""
+    """Return whether a parameter may be an embedding, or the copy of a tied one in the output layer's place."""
     return any(_first_match(_SECTIONS, pieces[0].key) == 0 for pieces in unit.candidates)
 
 
@@ -229,12 +233,12 @@ class Match:
 def decide(
     groups: Sequence[Sequence[Unit]], orders: Sequence[Order], states: Callable[[Unit], Hashable]
 ) -> list[Match]:
-    """Decide which chunks of the model each parameter is, for all model-parallel ranks.
+    """Match the parameters in the buckets of all model-parallel ranks with chunks of the model.
 
     Args:
         groups: Parameters of each rank, in the order of its buckets.
-        orders: Possible orders of modules; orders that contradict parameters with unique values don't count.
-        states: Function that returns a fingerprint of all stored states of a parameter; called only in doubt.
+        orders: Possible orders of modules; for a rank, an order counts only if it allows exactly one choice.
+        states: Function that returns a fingerprint of a parameter's stored states; called if the orders don't decide.
 
     Raises:
         UnsupportedValue: Parameters may be swapped with each other, and their states differ.
@@ -255,7 +259,7 @@ def decide(
 
 
 def _warn_of_order(units: Sequence[Unit], orders: Sequence[Order]) -> None:
-    """Warn if only the order of Megatron-Core's own modules told the moments of parameters apart."""
+    """Warn if some parameters were distinguished only by the order of Megatron-Core's own modules."""
     unsure = {full_name(piece) for unit in units if not _is_one(unit) for pieces in unit.candidates for piece in pieces}
     if unsure and all(order.names is None for order in orders):
         logger.warning(
@@ -284,10 +288,9 @@ def _unclear(units: Collection[Unit], orders: Sequence[Order]) -> UnsupportedVal
 
 
 def _settled_by_states(units: Sequence[Unit], states: Callable[[Unit], Hashable]) -> dict[Unit, Candidate]:
-    """Assign candidates to parameters with equal candidates and equal stored states: any assignment is right.
+    """Assign candidates to parameters with the same candidates and equal stored states: any assignment is right.
 
-    There must be as many of these parameters as candidates, in each rank or in all ranks together, and no chunk of
-    theirs may be a candidate of another parameter.
+    Such parameters are left out if they aren't as many as their candidates, or if others share these candidates.
     """
     alike: dict[frozenset[Candidate], list[Unit]] = defaultdict(list)
     for unit in units:
@@ -304,9 +307,9 @@ def _settled_by_states(units: Sequence[Unit], states: Callable[[Unit], Hashable]
 
 
 def _of_one_cut(units: Sequence[Unit]) -> list[Unit]:
-    """Return units without the candidates that belong to other tensor-parallel ranks.
+    """Return a rank's units without the candidates that belong to other tensor-parallel ranks.
 
-    Units with a single candidate show which part of a cut axis the rank holds.
+    A rank holds one part of each axis that is cut. Units with a single candidate show which part it is.
     """
     numbers_by_count: dict[int, set[int]] = defaultdict(set)
     for unit in units:
@@ -324,7 +327,7 @@ def _fitting(candidates: Sequence[Candidate], own_numbers: Mapping[int, set[int]
 
 
 def _cuts(candidate: Candidate) -> Iterator[tuple[int, int]]:
-    """Yield, for each axis that is cut into equal parts, their count and the number of the candidate's part.
+    """Yield, for each axis that is cut into equal parts, the count of parts and the number of the candidate's part.
 
     The axis of stacked layers is left out.
     """
@@ -337,7 +340,7 @@ def _cuts(candidate: Candidate) -> Iterator[tuple[int, int]]:
 
 
 def _in_order(units: Sequence[Unit], order: Order) -> list[Candidate] | None:
-    """Return a candidate for each unit, so that each buffer is in the reverse of `order`; None unless only one fits."""
+    """Return the only choice of candidates that puts each buffer's units in the reverse of `order`, or else None."""
     answer: list[Candidate | None] = [unit.candidates[0] if len(unit.candidates) == 1 else None for unit in units]
     chosen_pieces = {pieces for pieces in answer if pieces is not None}
     if len(chosen_pieces) < sum(pieces is not None for pieces in answer) or not all(unit.candidates for unit in units):
@@ -362,9 +365,9 @@ def _in_order(units: Sequence[Unit], order: Order) -> list[Candidate] | None:
 def _runs(
     rows: Sequence[int], units: Sequence[Unit], order: Order
 ) -> Iterator[tuple[list[int], ParameterPlace | None, ParameterPlace | None]]:
-    """Yield each run of undecided units in a buffer: their rows, and the places of the decided units around it.
+    """Yield the rows of each run of units with several candidates, and the places of the units before and after it.
 
-    A place is None at an end of the buffer.
+    `rows` are the indices of one buffer's units in `units`. A place is None at an end of the buffer.
     """
     run: list[int] = []
     above: ParameterPlace | None = None
@@ -385,9 +388,9 @@ def _runs(
 def _between(
     place: ParameterPlace | None, above: ParameterPlace | None, below: ParameterPlace | None
 ) -> ParameterPlace | None:
-    """Return `place` if it is between two bounds, and in the layer of a bound or outside of layers; else None.
+    """Return `place` if it lies between two bounds, and its layer, if any, is that of a bound; else None.
 
-    A bound of None, at an end of the buffer, excludes nothing.
+    `above` is the upper bound, and `below` the lower one. A bound of None, at an end of the buffer, excludes nothing.
     """
     bounds = [bound for bound in (above, below) if bound is not None]
     if place is None or (above is not None and place > above) or (below is not None and place < below):

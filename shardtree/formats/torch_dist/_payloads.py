@@ -89,7 +89,10 @@ _LOOKED_UP = 4096
 
 
 def ends_of(listing: ArchiveListing, numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield the byte ranges of a file that contain the headers and directories of the given archives."""
+    """Yield the byte ranges, as ``(begin, end)``, of the given archives' headers and directories in a file.
+
+    An archive has its header at the start and its directory at the end: these are two ranges, or one if they meet.
+    """
     for number in numbers:
         byte = int(listing.archives.byte[number])
         yield from ((byte + begin, byte + end) for begin, end in archive_ends(int(listing.archives.length[number])))
@@ -113,7 +116,7 @@ _BATCH_BYTES, _BATCH_ARCHIVES = 16 * 1024 * 1024, 512
 
 
 def wholes_of(listing: ArchiveListing, numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield the byte range of each archive in its file."""
+    """Yield the byte range of each archive in its file, as ``(begin, end)``, given the archives' numbers."""
     for number in numbers:
         byte = int(listing.archives.byte[number])
         yield byte, byte + int(listing.archives.length[number])

@@ -1,6 +1,7 @@
 """Repeating parts of `.metadata`: regular expressions of records' opcodes, and columns of whole numbers.
 
-NumPy decodes many short byte ranges of the pickle side by side.
+NumPy decodes many short byte ranges of the pickle side by side. A memo number is the index under which a pickle keeps
+a value for later references.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ _TEXT = (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Patterns:
-    """Regular expressions for records of `.metadata`, with or without memo numbers; groups are given in brackets.
+    """Regular expressions for records of `.metadata`. Brackets list the groups; "field" is the name of a field.
 
     Attributes:
         memoized: True if tuples and objects have memo numbers, as `pickle` writes them; our own writer omits these.
-        chunk: A chunk: (class and first field, offset, second field, shape).
-        pair: A place: (class of the index and first field, key, second field, third field, offset, class of the
-            information and first field, file, second field, byte, third field, length).
-        tensor: A tensor: (key, class and first field, properties, second field, shape, third field, chunks).
+        chunk: Chunk of a tensor: (class + first field, offset, second field, shape).
+        pair: Place of a chunk or value: (MetadataIndex + first field, key, second field, third field, offset,
+            _StorageInfo + first field, file, second field, byte, third field, length).
+        tensor: Tensor: (key, class + first field, properties, second field, shape, third field, chunks).
         kind: Properties of a tensor: (class, dtype, layout, its argument, memory format, its argument).
     """
 
@@ -49,7 +50,7 @@ class Patterns:
 
 @cache
 def patterns_of(memoized: bool) -> Patterns:
-    r"""Return the patterns of records whose tuples and objects have memo numbers, or have none.
+    r"""Return the patterns for records of `.metadata`. If `memoized`, their tuples and objects have memo numbers.
 
     Examples:
         >>> patterns_of(False).kind.fullmatch(b"h\x07").group(1)
@@ -105,7 +106,7 @@ _PAST = 16  # Padding after the last opcode lets the code look at further bytes 
 
 
 def _widths() -> Column:
-    """Return the length of each opcode of a whole number, argument included; 0 for other opcodes, int64 (256,)."""
+    """Return the fixed length of each opcode that pushes an integer, in bytes; 0 for other opcodes, int64 (256,)."""
     widths = np.zeros(256, dtype=np.int64)
     widths[[ord("K"), ord("M"), ord("J"), 0x8A]] = 2, 3, 5, 2  # The length of LONG1's argument follows its opcode.
     return widths
@@ -194,7 +195,7 @@ class Shapes:
         return self.length - 1
 
     def extend(self, axes: Column, values: Column, number: Column) -> Column:
-        """Add many shapes, and return their rows."""
+        """Add shapes, given by further parts of the columns `axes`, `values` and `number`, and return their rows."""
         self._flush()
         self.axes.append(axes)
         self.values.append(values)
@@ -217,7 +218,7 @@ class Shapes:
         self.number.append(np.full(axes.size, -1))
 
     def of_number(self, number: int) -> Ints:
-        """Return the shape with a memo number; raise KeyError if there is none."""
+        """Return the shape that the pickle keeps under a memo number; raise KeyError if there is none."""
         row = int(self.rows_of(np.array([number]))[0])
         for axes, values in zip(self.axes, self.values, strict=True):
             if 0 <= row < axes.size:
@@ -243,7 +244,7 @@ class Shapes:
         return np.where(memo_numbers[at] == number, row[at], -1)
 
     def table(self, most: int) -> tuple[Column, Column]:
-        """Return the count of axes of each row, and all rows, padded, as one array of at most `most` numbers."""
+        """Return each shape's axis count, and all shapes, padded, as one array; ValueError if it exceeds `most`."""
         self._flush()
         width = max([1, *(part.shape[1] for part in self.values)])
         if self.length * width > most:
@@ -283,7 +284,7 @@ def shapes_in(parts: Sequence[bytes], memoized: bool, is_size: Callable[[int], b
 
 
 def _tuples_at(buffer: Bytes, at: Column) -> tuple[Column, Column, Bytes]:
-    """Return the length, the entries and the first opcode of the tuple of whole numbers at each offset."""
+    """Return, for the integer tuple at each offset, its entry count, its zero-padded entries and its first opcode."""
     opening = buffer[at]
     at = at + (opening == ord("("))
     columns: list[Column] = []
@@ -304,14 +305,14 @@ def _tuples_at(buffer: Bytes, at: Column) -> tuple[Column, Column, Bytes]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PickledShapes:
-    """Shapes as they are in the pickle.
+    """Shapes as they are in the pickle: new ones, and references to earlier ones.
 
     Attributes:
-        is_new: True for each shape that is written as a tuple, False for a reference, bool (shapes,).
-        number: Memo number of the known shape; for a new shape, that of the class torch.Size, int64 (shapes,).
+        is_new: True for a new shape, which is written as a tuple; False for a reference, bool (shapes,).
+        number: Memo number of the earlier shape; for a new shape, that of the class torch.Size, int64 (shapes,).
         axes: Number of axes of each new shape, int64 (new,).
         values: Entries of new shapes, left-aligned, int64 (new, axes).
-        memo_counts: Count of memo numbers that each shape takes up, the last for itself, int64 (shapes,).
+        memo_counts: Count of memo numbers that a shape takes up; the last is the shape's own, int64 (shapes,).
     """
 
     is_new: NDArray[np.bool_]
@@ -321,12 +322,12 @@ class PickledShapes:
     memo_counts: Column
 
     def rows(self, shapes: Shapes, base: Column, shape_of: Callable[[int], Ints]) -> Column:
-        """Add the shapes to a table, and return their rows, int64 (shapes,).
+        """Return the row of each shape in a table, after adding those that it lacks, int64 (shapes,).
 
         Args:
             shapes: Table of shapes.
-            base: First memo number that is free for each shape, int64 (shapes,).
-            shape_of: Function that returns a shape that only the memo has, by its number; raises if there is none.
+            base: Memo number that is free where each shape begins, int64 (shapes,).
+            shape_of: Function from a memo number to an earlier shape that the table lacks; raises if there is none.
         """
         rows = np.full(self.is_new.size, -1)
         new = np.flatnonzero(self.is_new)
@@ -346,7 +347,7 @@ class PickledShapes:
 
 
 def match_pairs(pairs: Column, chunks: Column) -> tuple[Column, Column]:
-    """Return, for each row of `chunks`, the last equal row of `pairs` (-1: none) and the first equal row of `chunks`.
+    """Look up each row of `chunks`: return the index of its last copy in `pairs` (-1: none) and its first in `chunks`.
 
     Examples:
         >>> pairs, chunks = np.array([[0, 4], [0, 0], [0, 4]]), np.array([[0, 0], [0, 4], [0, 0], [1, 0]])
@@ -383,9 +384,9 @@ def _repeats(rows: Column) -> bool:
 
 
 def without_repeated(sizes: Column, axes: Column, first: Column) -> Column:
-    """Return the row of one chunk for each tensor and offset.
+    """Return rows of chunks such that each tensor and offset occurs once; a chunk with elements is preferred.
 
-    `first` gives, for each chunk, the first row with its tensor and offset. Of such rows, one with elements stays.
+    `sizes` has the chunks' padded shapes, `axes` their axis counts, `first` the first row with that tensor and offset.
     """
     rows: Column = np.arange(first.size)
     again = np.flatnonzero(first != rows)

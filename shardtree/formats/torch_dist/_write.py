@@ -132,7 +132,7 @@ def _pieces(shards: Sequence[ShardedTensor], columns: ShardColumns) -> tuple[tup
 
 
 def _is_empty(columns: ShardColumns) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    """Return, for each tensor, whether it has no elements, bool (keys,). Others' empty chunks are not stored."""
+    """Return a mask of the tensors without elements, bool (keys,). Empty chunks of other tensors aren't stored."""
     shapes = box_column([kind.global_shape for kind in columns.kinds], fill=1)
     return np.asarray(volumes(shapes) == 0)
 

@@ -189,9 +189,10 @@ def dtype_of_v3(name: Any, what: str) -> torch.dtype | None:
 
 
 def dtype_of_v2(text: Any, what: str) -> tuple[torch.dtype | None, bool]:
-    """Return the dtype of a zarr v2 array, None if torch has none, and whether its items are little-endian.
+    """Return the dtype of a zarr v2 array (None if torch lacks it), and whether the array's items are little-endian.
 
-    Two raw bytes are taken as a bfloat16: Megatron-Core creates the array so, and corrects the metadata afterwards.
+    Two raw bytes count as a bfloat16. Megatron-Core creates an array of raw bytes, and later writes bfloat16 into its
+    metadata; an interrupted save leaves the raw bytes there.
 
     Raises:
         CorruptCheckpoint: The text isn't a dtype.

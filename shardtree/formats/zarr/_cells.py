@@ -76,7 +76,10 @@ def count_pieces(offset: Column, chunk: Shape, box: Shape) -> float:
 def _before_last_cut(
     cut: np.ndarray[tuple[int, ...], np.dtype[np.bool_]],
 ) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
-    """Return flags for each chunk's axes before the last one along which an edge cuts it, bool (chunks, axes)."""
+    """Return a mask of the axes before each chunk's last cut axis, bool (chunks, axes).
+
+    `cut` is the mask of the axes along which the tensor's edge cuts a chunk.
+    """
     after: np.ndarray[tuple[int, ...], np.dtype[np.bool_]] = np.zeros_like(cut)
     after[:, :-1] = np.logical_or.accumulate(cut[:, :0:-1], axis=1)[:, ::-1]
     return after
@@ -140,13 +143,13 @@ def missing_cells(array: StoredArray, cells_with_files: Column, most: int = MOST
     if total - len(cells_with_files) > most:
         found, expected = f"{total - len(cells_with_files)} of {total} chunks missing", f"at most {most} missing"
         fix = "Rewrite the array with larger chunks."
-        heading = f"open: array {array.name!r} is too sparse to be a tensor"
+        heading = f"open: array {array.name!r} has too many chunks without a file"
         raise UnsupportedValue(error_text(heading, found=found, expected=expected, fix=fix))
     fill_bytes = min(prod(array.box) * array.dtype.itemsize, (total - len(cells_with_files)) * array.file_bytes)
     if fill_bytes > _MOST_FILLED:
-        found, expected = f"{fill_bytes} bytes in chunks without a file", f"at most {_MOST_FILLED}"
-        fix = "Rewrite the array with all its chunks stored, or move it to another folder."
-        heading = f"open: array {array.name!r} is too sparse to be a tensor"
+        found, expected = f"{fill_bytes} bytes", f"at most {_MOST_FILLED}"
+        fix = "Rewrite the array with all its chunks stored, or move it out of the checkpoint's folder."
+        heading = f"open: array {array.name!r} has too many bytes in chunks without a file"
         raise UnsupportedValue(error_text(heading, found=found, expected=expected, fix=fix))
     if total == len(cells_with_files):
         return cells_with_files[:0]
@@ -192,10 +195,16 @@ def index_bytes(array: StoredArray) -> int:
 
 
 def read_shard_index(storage: Storage, array: StoredArray, name: str) -> tuple[Column, Column]:
-    """Return the row-major numbers of the inner chunks that a file has, and the chunks' offsets in the file.
+    """Return the inner chunks that a file has: their row-major numbers, and their offsets in the file, in bytes.
+
+    Args:
+        storage: Storage of the file.
+        array: Array with inner chunks.
+        name: Name of the file.
 
     Raises:
-        CorruptCheckpoint: The file is too short, the index isn't what was written, or a chunk isn't whole.
+        CorruptCheckpoint: The file is too short, its index fails the CRC, or an inner chunk has a wrong length or lies
+            outside of the file.
     """
     # Python's integers are used, since numbers of the metadata may exceed 64 bits, and must not wrap around.
     length, size = storage.length(name) or 0, index_bytes(array)
@@ -252,9 +261,7 @@ def _table() -> tuple[int, ...]:
 def _unsound(storage: Storage, name: str, found: str, expected: str) -> CorruptCheckpoint:
     fix = "The file was damaged after it was saved; load another checkpoint."
     return CorruptCheckpoint(
-        error_text(
-            f"open: {storage.where(name)!r} is no valid file of inner chunks", found=found, expected=expected, fix=fix
-        )
+        error_text(f"open: {storage.where(name)!r} is not a valid zarr shard", found=found, expected=expected, fix=fix)
     )
 
 

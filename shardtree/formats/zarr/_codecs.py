@@ -143,7 +143,7 @@ _STREAMS: dict[str, Callable[[], Any]] = {
 
 
 def check_headers(array: StoredArray, data: bytes, what: str) -> None:
-    """Raise unless a chunk file is as long as its codecs' headers say, and decodes to about the size of its elements.
+    """Raise if a chunk file is shorter than its codecs' headers say, or would decode to far more than its elements.
 
     Args:
         array: Array with the codecs.
@@ -152,7 +152,8 @@ def check_headers(array: StoredArray, data: bytes, what: str) -> None:
 
     Raises:
         CorruptCheckpoint: The file is cut off, would decode to far more bytes, or isn't in the compressor's format.
-        UnsupportedValue: There are several compressors, a codec after the compressor, or chunks in inner chunks.
+        UnsupportedValue: There are several compressors, a codec except crc32c after the compressor, nested sharding, or
+            sharding beside other codecs.
 
     Examples:
         >>> import torch
@@ -318,10 +319,10 @@ def _check_inner(array: StoredArray, configuration: dict[str, Any], data: bytes,
     index, inside = (codec_list(configuration.get(name), what) for name in ("index_codecs", "codecs"))
     names = [codec_parts(codec, what)[0] for codec in index]
     if names not in (["bytes"], ["bytes", "crc32c"]) or not is_plain(index[:1], 8, what):
-        codec_names, fix = ", ".join(names)[:200], "Rewrite it with an index of little-endian bytes and crc32c."
-        raise UnsupportedValue(
-            error_text(f"load: {what}: unsupported codecs of the index of inner chunks", found=codec_names, fix=fix)
-        )
+        codec_names, fix = ", ".join(names)[:200], "Rewrite the array with the codecs that are expected here."
+        heading = f"load: {what}: unsupported index_codecs of the zarr shard"
+        expected = "bytes, little-endian, and optionally crc32c"
+        raise UnsupportedValue(error_text(heading, found=codec_names, expected=expected, fix=fix))
     count = prod(inner_counts(array))
     size = count * 16 + _CHECKSUM_BYTES * (len(names) - 1)
     if size > len(data):

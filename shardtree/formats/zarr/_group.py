@@ -59,10 +59,10 @@ class Group:
     Attributes:
         index: Index of the tensors and objects. Some of its files are virtual: their bytes are decoded or filled in.
         arrays: All arrays.
-        sources: Source of each virtual file, by its number: the array, and the cell whose file must be decoded, or None
-            for bytes of the fill value.
-        untaken: Reason that an array or a file isn't listed, by its name.
-        gaps: Reason that elements without a chunk have no value, by the tensor's key.
+        sources: Array and cell of each virtual file, by the file's number. The cell is that of a chunk file, which must
+            be decoded, or None for a virtual file that is full of the fill value.
+        untaken: Reason why an array or a file isn't in the index, by its name.
+        gaps: Reason why elements without a chunk have no value, by the tensor's key.
     """
 
     index: Index
@@ -114,7 +114,7 @@ def read_group(
         storage: Storage of the folder.
         arrays: Arrays, as their metadata describes them.
         objects: Objects that have files of their own.
-        untaken: Reason that an array or a file is not listed, by its name.
+        untaken: Reason why an array or a file isn't in `arrays` or `objects`, by its name.
 
     Raises:
         CorruptCheckpoint: Two arrays have one key, or a file with several chunks isn't sound.
@@ -249,9 +249,10 @@ _OBJECT_SUFFIX = ".pt"
 
 
 def find_arrays(storage: Storage) -> tuple[list[StoredArray], list[Object], dict[str, str]]:
-    """Return the arrays and objects in a folder and its subfolders, and the reasons that others are left out, by name.
+    """Return the arrays and objects in a folder and its subfolders, and the reasons why others are left out.
 
-    Left out are arrays of dtypes that torch lacks, such as strings and dates, and files not named like an object.
+    Left out are arrays of dtypes that torch lacks, such as strings and dates, and ``.pt`` files whose names aren't the
+    unique keys of objects. Each reason is stored under the name of the array's folder or of the file.
 
     Raises:
         CorruptCheckpoint: The metadata of an array isn't sound.
@@ -296,7 +297,10 @@ def _folders(storage: Storage, folder: str, depth: int) -> Iterator[tuple[str, t
 
 
 def _is_v3(storage: Storage, names: Sequence[str]) -> bool:
-    """Return whether the outermost zarr.json is metadata, not a tensor's folder or a stray file in a v2 group."""
+    """Return whether the outermost zarr.json is metadata of zarr v3.
+
+    The name may also belong to a stray file in a v2 group, or to the folder of a tensor.
+    """
     return ".zgroup" not in names and not is_folder(storage, NODE_FILE)
 
 
@@ -359,7 +363,7 @@ _MOST_MISSING = 1000
 def needed_files(storage: Storage, group: Group) -> dict[str, int]:
     """Return the files that the group's tensors and objects need: minimum length by name, 0 if it is not known.
 
-    A missing chunk's file is needed only if its array has no fill value, as in arrays that Megatron-Core wrote.
+    A missing chunk's file is needed only if its array has no fill value; arrays that Megatron-Core wrote have none.
     """
     needed: dict[str, int] = {}
     names = group.index.file_names()

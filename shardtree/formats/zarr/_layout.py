@@ -134,7 +134,9 @@ def _array_layout(writes: ShardColumns, number: int, rows: Column) -> ArrayLayou
 
 
 def _cells(columns: ShardColumns, step: Shape, counts: Shape) -> tuple[Column, Column]:
-    """Return the index of each chunk file in the grid of files, row-major, and the row of each shard's file in them.
+    """Return the grid indices of the chunk files, int64 (files, axes), and each shard's file number, int64 (shards,).
+
+    Files are in row-major order, and numbered in this order.
 
     Args:
         columns: Shards of a tensor.
@@ -173,7 +175,7 @@ def _file_shape(columns: ShardColumns, box: Shape, cell: Shape) -> tuple[Shape, 
 
 
 def _common_blocks(writers: np.ndarray[Any, np.dtype[np.int64]]) -> Shape:
-    """Return the largest block shape, axis by axis, that cuts a grid evenly into blocks of one value each.
+    """Return the largest block shape, axis by axis, that divides a grid of ranks evenly, with one rank in each block.
 
     Examples:
         >>> _common_blocks(np.array([[0, 1], [0, 1], [2, 2], [2, 2]]))
@@ -242,13 +244,13 @@ class ChunkFile:
 
 
 def chunk_files(part: ArrayLayout, rank: int, numbers: Column) -> Iterator[ChunkFile]:
-    """Yield a rank's parts of a tensor's files.
+    """Yield the part of each chunk file of a tensor that a rank writes.
 
     Args:
         part: Layout of the tensor's array.
         rank: Rank that writes.
-        numbers: Index of each of the tensor's shards in the rank's shards, -1 for shards of other ranks, int64
-            (shards,).
+        numbers: Position of each of the tensor's shards in the rank's list of shards, -1 for shards of other ranks,
+            int64 (shards,).
     """
     array, shards = part.array, np.flatnonzero(numbers >= 0)
     files, file = np.unique(part.file[shards], return_inverse=True)
@@ -276,9 +278,9 @@ def chunk_files(part: ArrayLayout, rank: int, numbers: Column) -> Iterator[Chunk
 
 
 def _whole(array: StoredArray, columns: ShardColumns, file: Column, step: Shape) -> Runs:
-    """Return one run for each shard, if the boxes of all shards are whole chunks: from the shard to its chunk file.
+    """Return one run of bytes from each shard to its chunk file. The boxes of all shards must be whole chunks.
 
-    In the result, `file` is the index of a shard, and `target` that of a chunk file.
+    Since data is read from shards, `file` in the result is the index of a shard, and `target` that of a chunk file.
     """
     place = columns.offset // np.array(step, dtype=np.int64) % np.array(inner_counts(array) or (1,), dtype=np.int64)
     strides = row_major_strides(np.array([inner_counts(array) or (1,)], dtype=np.int64))
@@ -289,7 +291,10 @@ def _whole(array: StoredArray, columns: ShardColumns, file: Column, step: Shape)
 
 
 def _planned_runs(part: ArrayLayout, columns: ShardColumns, files: Column, step: Shape) -> Runs:
-    """Return the runs from shards with boxes of any shape to chunk files, with the fields that `_whole` gives them."""
+    """Return the runs of bytes from shards to chunk files. The shards' boxes may have any shape.
+
+    As in `_whole`, `file` in the result is the index of a shard, and `target` that of a chunk file.
+    """
     # The write is planned as a load of chunks from shards, since the same code finds their intersections.
     slots = _slots(part.array, part.cells[files])
     slots_per_file = len(slots) // len(files)
@@ -311,7 +316,7 @@ def _planned_runs(part: ArrayLayout, columns: ShardColumns, files: Column, step:
 
 
 def _slots(array: StoredArray, cells: Column) -> Column:
-    """Return the grid index of every chunk in some files, file after file; `cells` are the files' own indices."""
+    """Return the index of every chunk of some files in the grid of chunks; `cells` are indices in the grid of files."""
     if array.inner is None:
         return cells
     numbers = np.arange(prod(inner_counts(array)))
@@ -372,7 +377,7 @@ def _buffers(file: ChunkFile, shards: Sequence[ShardedTensor]) -> Iterator[Buffe
 
 
 def _parts(file: ChunkFile, shards: Sequence[ShardedTensor]) -> Iterator[tuple[int, Buffer]]:
-    """Yield the offset and bytes of each run of a shared file. Only one shard's data is in memory at a time."""
+    """Yield each run of `file`, as its offset in the file and its bytes, with one shard's data in memory at a time."""
     order = np.argsort(file.shard, kind="stable")
     last, memory = -1, memoryview(b"")
     rows = (column[order].tolist() for column in (file.shard, file.byte, file.target, file.count))

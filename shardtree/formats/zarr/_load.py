@@ -200,6 +200,8 @@ def _read_virtual(
 ) -> ReadReport:
     """Copy from one virtual file to the shards' memories, as a plan says, and return a report of the reads.
 
+    A virtual file is a chunk that must be decoded, or one that isn't stored and has the fill value.
+
     Args:
         checkpoint: Checkpoint to read.
         group: Content of its folder, with the source of each virtual file.

@@ -216,7 +216,7 @@ def folders_of(files: Iterable[str]) -> set[str]:
 
 
 def _next_index(folder: str, storage: Storage) -> str:
-    """Return the name for the index that replaces the present one, given the present one's folder."""
+    """Return the name of the next index, "index-" and a number; `folder` is the folder of the present index."""
     match = _INDEX_FOLDER.fullmatch(folder)
     number = int(match["number"] or 0) + 1 if match else 1
     # A late request of an earlier removal may still arrive under the next number, and mustn't replace the new index.

@@ -217,8 +217,10 @@ def _all_writes(pending: PendingSave, tensors: Sequence[ShardedTensor]) -> tuple
         columns = select_rows(pending.layout, np.flatnonzero(level_writes(pending.layout, pending.world.size)))
     mine = np.flatnonzero(columns.rank == pending.world.rank)
     if [columns.keys[number] for number in columns.key[mine].tolist()] != [shard.key for shard in tensors]:
-        heading, count = "save: the shards are not those that the ranks agreed on", f"{len(tensors)} shards to write"
-        raise IntegrityError(error_text(heading, found=count, expected=f"{mine.size} shards"))
+        heading = "save: the shards to write differ in number, keys or order from those that the ranks agreed on"
+        fix = "Pass the shards to the format's function as `save` passes them, all and in order."
+        found, expected = f"{len(tensors)} shards to write", f"{mine.size} shards agreed on"
+        raise IntegrityError(error_text(heading, found=found, expected=expected, fix=fix))
     own_numbers = np.full(len(columns), -1, dtype=np.int64)
     own_numbers[mine] = np.arange(mine.size)
     return columns, own_numbers
@@ -265,7 +267,12 @@ def _write(pending: PendingSave, work: Work, tensors: Sequence[ShardedTensor]) -
 def _write_objects(
     pending: PendingSave, work: Work
 ) -> tuple[tuple[str, int, NDArray[np.uint64] | None], tuple[tuple[str, int, int], ...]]:
-    """Write a rank's objects as one array of bytes. Return entries for `RankFiles.files` and `RankFiles.objects`."""
+    """Write a rank's objects as one array of bytes, and return the entries of `RankFiles` that describe it.
+
+    Returns:
+        ``(file, objects)``: the array's chunk file as ``(name, length, block_hashes)``, and each object as
+        ``(unique_key, offset, length)``, with its offset and length in this file.
+    """
     places, begin = [], 0
     for unique_key, data in work.objects:
         places.append((unique_key, begin, len(data)))

@@ -64,7 +64,7 @@ class _Chunk:
 
         Args:
             what: Description of the damage.
-            end: End of the damaged byte range, which begins at 0; 0 for the whole file.
+            end: End of the damaged bytes, which begin at the file's first byte; 0 if the whole file is damaged.
         """
         low = tuple(at * step for at, step in zip(self.cell, self.array.step, strict=True))
         high = tuple(min(at + step, size) for at, step, size in zip(low, self.array.step, self.array.box, strict=True))
@@ -213,7 +213,7 @@ def verify_files(checkpoint: Checkpoint) -> tuple[Finding, ...]:
 def _beside_common(checkpoint: Checkpoint) -> Iterator[Unchecked]:
     """Yield the common state's zarr.json as unchecked, for a checkpoint whose shards have another format.
 
-    No group's zarr.json has a copy of it there, so that nothing can be compared with it.
+    In our own folders, it is compared with its copy in the group's zarr.json. Here there is no such copy.
     """
     name = f"{checked_name(checkpoint, 'common').rpartition('/')[0]}/{NODE_FILE}"
     length = checkpoint.storage.length(name) if "common" in checkpoint.fields else None

@@ -29,7 +29,7 @@ def flattened(common: Any) -> tuple[dict[str, Any], dict[str, TreePath]]:
     """Flatten a common state as DCP flattens a state.
 
     Args:
-        common: Common state, whose lists have holes in place of tensors.
+        common: Common state, whose lists have `HOLE` in place of tensors.
 
     Returns:
         ``(values, paths)``: the plain values by the names that DCP gives them, and the path of each in the state.
@@ -63,7 +63,8 @@ def refuse_other_boxes(what: str, planner: Any, boxes: Sequence[tuple[str, Box]]
 
     Args:
         what: Name of the call, for the error.
-        planner: DCP's planner; nothing is checked unless it keeps the state, as DCP's default planner does.
+        planner: DCP's planner, whose attribute `state_dict` has the DTensors. DCP's default planner has it; without it,
+            nothing is checked.
         boxes: Name of each tensor in this rank's plan, with the box that DCP assumes for the rank's part.
     """
     kept = getattr(planner, "state_dict", None)
@@ -81,8 +82,8 @@ def refuse_other_boxes(what: str, planner: Any, boxes: Sequence[tuple[str, Box]]
         if isinstance(shard, ShardedBase) and _box(shard) != box:
             problems.append(f"{name}: {state[name].placements}")
     if problems:
-        heading = f"{what}: DTensors whose parts are not the single boxes that DCP assumes"
-        fix = "Use st.save and st.load with shardtree.interop.dtensor.from_dtensors(state), which handle such parts."
+        heading = f"{what}: DCP assumes wrong offsets or shapes of these DTensors' local shards"
+        fix = "Use st.save and st.load with shardtree.interop.dtensor.from_dtensors(state), which handle such shards."
         raise UnsupportedValue(error_text(heading, offenders=problems, fix=fix))
 
 

@@ -139,7 +139,7 @@ class CheckpointReader(StorageReader):
         try:
             common = tree.common()
         except (UnsafeFile, UnsupportedValue) as error:
-            heading = "dcp.load: tensors and objects alone can be loaded, since plain values cannot be read"
+            heading = "dcp.load: the common state cannot be read; only tensors and sharded objects can be loaded"
             warnings.warn(error_text(heading, found=error), stacklevel=2)
             common = {}
         values, paths = flattened(common)

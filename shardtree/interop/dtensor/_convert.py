@@ -134,7 +134,7 @@ def to_dtensors(tree: Any, like: Any) -> Any:
     lacking = dtensors.keys() - {path for path, _ in pairs}
     if lacking - absent:
         offenders = sorted(render_path(path) for path in lacking - absent)
-        fix = "Pass what load returned for from_dtensors(like)."
+        fix = "Pass the result of load(from_dtensors(like), ...) as tree."
         raise TreeError(error_text("to_dtensors: missing values for DTensors", offenders=offenders, fix=fix))
     new = rebuild(
         [dtensors[path] if path in absent else _dtensor(path, leaf, dtensors.get(path)) for path, leaf in pairs]
@@ -152,7 +152,7 @@ def _dtensor(path: TreePath, leaf: Any, like: Any) -> Any:
     local = leaf.data if isinstance(leaf, ShardedBase) else leaf
     where = f"to_dtensors: {render_path(path)}"
     if not isinstance(local, torch.Tensor) or is_dtensor(local):
-        fix = "Load it first: pass what load returned."
+        fix = "Load the tree first, and pass the result of load."
         heading, expected = f"{where}: not a local tensor", "this rank's own tensor"
         raise UnsupportedValue(error_text(heading, found=type(local).__name__, expected=expected, fix=fix))
     like_local = local_tensor(like)

@@ -78,9 +78,9 @@ def load_module(
     Hooks run as in ``module.load_state_dict(...)`` with the stored values. A module with load pre-hooks or its own
     `_load_from_state_dict` loads itself, from a state dict that reads each tensor when it is accessed: as a DTensor
     with the placements of the module's tensor, or as a whole tensor on the CPU. Tensors of its children are read in
-    this way only if the hook accesses them. Post-hooks and setters of extra states are called once the tensors before
-    them are filled. Torch's own hooks that look at no element, such as FSDP2's, cost nothing. If `module` overrides
-    `load_state_dict`, the override is called, and may read everything that is stored.
+    this way only if the hook accesses them. Post-hooks and setters of extra states run in torch's order, once the
+    tensors that come before them are filled. Torch's own hooks that look at no element, such as FSDP2's, cause no such
+    reads. If `module` overrides `load_state_dict`, the override is called, and may read everything that is stored.
 
     Args:
         module: Module with memory on any device: after ``module.to_empty(device=...)`` if it was built on the meta
@@ -216,13 +216,14 @@ def _begin(module: torch.nn.Module, source: ModuleSource, key: Callable[[str], s
 
 
 def _common_of(source: ModuleSource, lacking: set[str], shapes: Shapes, *, any_tensor: bool) -> dict[str, Any]:
-    """Return the values that the common state has for keys that aren't stored as shards, by key.
+    """Return the values of the common state that the module may need, by key.
 
     Args:
         source: Checkpoint, and how to read it.
-        lacking: Stored keys of the module's names that aren't stored as shards.
+        lacking: Keys of the module's values that no shard has.
         shapes: Shapes of stored tensors, and None for objects, by stored key.
-        any_tensor: Whether all tensors of the common state are returned, since a hook may know them by other names.
+        any_tensor: Whether all tensors of the common state are returned, since a hook may ask for names that aren't
+            known yet.
     """
     if not (lacking or any_tensor):
         return {}
@@ -271,10 +272,12 @@ def _report(loading: _Loading, found: IncompatibleKeys, shapes: Shapes, *, stric
     if strict:
         unknown = sorted(loading.keys[name] for name in found.unexpected_keys if name in extras)
         if unknown:
-            heading = "load_module: the module's own load_state_dict does not take these stored values: none was loaded"
-            expected = "a load hook that undoes what the state_dict hook does"
-            fix = "Register it (register_load_state_dict_pre_hook), or pass strict=False."
-            raise KeyMismatch(error_text(heading, offenders=unknown, expected=expected, fix=fix))
+            heading = "load_module: the module's state_dict has entries that its load_state_dict does not take"
+            fix = (
+                "Add a hook that takes them by register_load_state_dict_pre_hook, or pass strict=False to "
+                "load the module without them."
+            )
+            raise KeyMismatch(error_text(heading, offenders=unknown, fix=fix))
         _refuse_missing(missing, loading, shapes)
     return ModuleKeys(tuple(sorted(missing)), _unused(loading, found.unexpected_keys, shapes), tuple(sorted(kept)))
 
@@ -282,21 +285,29 @@ def _report(loading: _Loading, found: IncompatibleKeys, shapes: Shapes, *, stric
 def _refuse_missing(missing: Mapping[str, str], loading: _Loading, shapes: Shapes) -> None:
     if missing:
         stored_keys = sorted(name for name, shape in shapes.items() if shape is not None)
-        found = f"{len(stored_keys)} keys, such as {', '.join(stored_keys[:3])}"
+        found = f"{len(stored_keys)} stored keys, such as {', '.join(stored_keys[:3])}"
         fix = "Tie weights that to_empty() took apart, map names to stored keys by key=, or pass strict=False."
         offenders = [
             f"{key} (which a hook leaves out of state_dict)" if name in loading.hidden else key
             for key, name in sorted(missing.items())
         ]
         error = KeyMismatch(
-            error_text("load_module: values not stored or not in state_dict", offenders=offenders, found=found, fix=fix)
+            error_text("load_module: module keys without a stored value", offenders=offenders, found=found, fix=fix)
         )
         error.unexpected = tuple(sorted(missing))
         raise error
 
 
 def _unused(loading: _Loading, unexpected: Iterable[str], shapes: Shapes) -> tuple[str, ...]:
-    """Return the sorted keys of stored tensors that the module has no name for, or reports as `unexpected`."""
+    """Return the sorted keys of stored tensors that the module doesn't use.
+
+    The module has no name for such a tensor, or its loading has reported the name as unexpected.
+
+    Args:
+        loading: Load whose names are matched.
+        unexpected: Names that the module's loading has reported as unexpected.
+        shapes: Shapes of stored tensors, and None for objects, by stored key.
+    """
     entries, moved = loading.entries, loading.walk.moved
     spare = {moved.get(name) or (entries[name].key if name in entries else name) for name in unexpected}
     tensors = {key for key, shape in shapes.items() if shape is not None}

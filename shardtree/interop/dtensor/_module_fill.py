@@ -43,12 +43,15 @@ class ModuleSource:
 
     @cached_property
     def objects(self) -> Mapping[str, str]:
-        """Unique key of a stored object, by its key; only one of them if several objects have the same key."""
+        """Unique key of each stored object, by its key; if several objects share a key, that of the last one."""
         return {shard.key: name for name, shard in self.tree.metadata.items() if isinstance(shard, ShardedObject)}
 
 
 def stored_shapes(source: ModuleSource) -> dict[str, tuple[int, ...] | None]:
-    """Return the shape of each stored tensor by key, and None for each object that is the only one with its key."""
+    """Return the shape of each stored tensor, and None for each stored object, by key.
+
+    The objects of an array, which share a key, are left out.
+    """
     shards = load_sharded_metadata(source.checkpoint_dir, strategies=source.strategies, options=source.options).values()
     tensors = {shard.key: shard.global_shape for shard in shards if isinstance(shard, ShardedTensor)}
     objects = (shard for shard in shards if not isinstance(shard, ShardedTensor))
@@ -99,12 +102,12 @@ def target_of(source: ModuleSource, names: Named, common: Mapping[str, Any], wor
 
     Args:
         source: Checkpoint, and how to read it.
-        names: Tensors to fill or to compare, by stored key.
+        names: Tensors to fill, and tied tensors whose stored values must be equal, by stored key.
         common: Values of the common state, by stored key; tensors with these keys aren't in the target.
         world: World of the ranks that load.
 
     Raises:
-        MetadataError: The module has plain tensors, and this rank isn't in the mesh `within`.
+        MetadataError: The module has plain tensors, and this rank isn't in the mesh ``source.within``.
     """
     tensors = {name: tensor for name, tensor in (names.targets | names.aliases).items() if name not in common}
     replicated = None if source.within is None else lambda *_: True
@@ -205,21 +208,21 @@ def read_value(
 ) -> Any:
     """Return the stored value that a module with hooks of its own asks for while it loads itself.
 
-    The value for a parameter or buffer has the stored dtype. Another tensor is converted to the dtype that it has in
-    `state_dict`. The value for a DTensor is a DTensor with the same placements. Other tensors for a module of DTensors
-    are replicated on their mesh, since torch doesn't mix DTensors and plain tensors.
+    The value for a parameter or buffer has the stored dtype. The value for any further tensor of `state_dict` is
+    converted to that tensor's dtype. The value for a DTensor is a DTensor with the same placements. If the module has
+    DTensors, further tensors are replicated on their mesh, since torch doesn't mix DTensors and plain tensors.
 
     Args:
         source: Checkpoint, and how to read it.
         common: Values of the common state, by stored key.
         tensors: Tensors that `load_state_dict` fills, by name.
-        dtypes: Dtypes of other tensors of the module's `state_dict`, by name.
+        dtypes: Dtypes of the further tensors of `state_dict`, neither parameters nor buffers, by name.
         module: The module that asks.
         name: Name that the module asks for.
         stored: Stored value of that name.
 
     Raises:
-        ShapeError: The stored dtype differs, and the value isn't converted, or would be converted without its scales.
+        ShapeError: The stored dtype differs from the module's, and ``source.cast`` is False or the value needs scales.
     """
     if stored.shape is None:
         return common[stored.key] if stored.common else source.tree[source.objects[stored.key]].data
@@ -240,7 +243,10 @@ def read_value(
 
 
 def _refuse_without_scales(source: ModuleSource, key: str, dtype: torch.dtype) -> None:
-    """Raise ShapeError if values that a hook wants converted need the scales that are stored beside them."""
+    """Raise ShapeError if a value can't be converted, since it is quantised and its scales are stored beside it.
+
+    A value whose key matches ``source.plain`` isn't checked.
+    """
     stored = source.tree.metadata
     if not plain_matcher("load_module", source.plain, stored.keys)(key):
         dtypes = those_of({name: shard.dtype for name, shard in stored.items() if isinstance(shard, ShardedTensor)})

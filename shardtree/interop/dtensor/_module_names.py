@@ -73,10 +73,10 @@ def stored_by_name(
     """Return the stored values by the names that they have in a module's state dict.
 
     Args:
-        keys: Stored key of each known name of the module.
+        keys: Stored key of each name in the module's `state_dict`, and of tensors that a hook leaves out of it.
         key: Function from a name to its stored key.
         stored: Stored values, by stored key.
-        hooked: Prefixes of modules whose hooks may look for further names.
+        hooked: Prefixes of the names of modules with hooks; a hook may look for names that aren't in `keys`.
     """
     if key is str:
         return dict(stored)
@@ -122,8 +122,9 @@ class Named:
 def by_stored_key(fills: Iterable[Fill]) -> Named:
     """Group a load's tensors by what is done with them: fill, compare, or copy.
 
-    One tensor of each memory is filled. If that memory has further stored keys, their values are compared with it. If
-    tensors in different memory have one stored key, one is filled and the others get copies.
+    Tensors in the same memory (tied weights) are filled once. If they have several stored keys, the values under the
+    further keys are compared. If tensors in different memory have one stored key, one is filled, and the others get
+    copies.
 
     Raises:
         KeyMismatch: Tensors that differ in shape, dtype or placements have the same stored key.
@@ -144,8 +145,10 @@ def _sort_out(
 ) -> Named:
     """Return the tensors to fill, the aliases to compare and the copies to make.
 
+    All arguments are dicts by the tensors' identities, as `_memory_of` returns them.
+
     Args:
-        stored_keys: Stored keys of each tensor, by an identity of its memory, as in the other arguments.
+        stored_keys: Stored keys of each tensor.
         tensors: Tensors to fill.
         names: Names of each tensor in `load_state_dict`.
     """
@@ -191,12 +194,12 @@ def _refuse_unlike(key: str, tensors: Tensors) -> None:
 def unfilled(tensors: Tensors, missing: Iterable[str], keys: Mapping[str, str]) -> dict[str, str]:
     """Return the module's tensors that are stored under none of their names.
 
-    The result has one name of each tensor, and the stored keys of all its names as a text, such as "a = b".
+    The result maps one name of each such tensor to a text with the keys that were looked for, such as "a = b".
 
     Args:
         tensors: The module's tensors by all of their names.
         missing: Names that aren't stored.
-        keys: Stored key of each name.
+        keys: Key to look for in the checkpoint, by name.
     """
     absent = dict.fromkeys(missing)
     names: dict[Any, list[str]] = {}
@@ -226,7 +229,10 @@ def overlapping(tensors: Tensors) -> list[str]:
 
 
 def _memory_of(tensor: torch.Tensor) -> Any:
-    """Return an identity of a tensor's memory: equal for one and the same object, or the same view of one memory."""
+    """Return a hashable identity, which tensors share if they are the same view of the same memory.
+
+    For DTensors, and tensors without plain memory or without elements, it is the identity of the tensor object.
+    """
     is_apart = hasattr(tensor, "placements") or is_lazy(tensor) or tensor.is_meta or is_wrapper(tensor)
     if is_apart or tensor.layout is not torch.strided:
         return id(tensor)

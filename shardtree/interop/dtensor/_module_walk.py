@@ -134,7 +134,7 @@ class Walk:
         fill: Function that fills tensors on this rank alone, before a hook runs that may look at them.
         pending: Recorded loads and post-hooks that are still to run, in torch's order.
         missing: Names of the module that the state dict lacks; pending loads add theirs when they are settled.
-        unexpected: Names in the state dict that the module lacks; pending loads add theirs likewise.
+        unexpected: Names in the state dict that the module lacks; pending loads add theirs when they are settled.
         errors: Error messages of modules that loaded themselves.
         moved: Stored key of each unexpected name; the two differ if a hook has moved the value to another name.
         kept: Names of buffers that keep their values, although they are not stored, without being reported as missing.
@@ -151,11 +151,14 @@ class Walk:
 
 
 def walk(module: torch.nn.Module, entries: dict[str, Any], prefix: str, state: Walk) -> None:
-    """Record which values a module and its children load, in torch's order; modules with hooks load themselves at once.
+    """Walk over a module and its children, in torch's order, and record which stored values they load.
+
+    A module with load hooks of its own loads its tensors at once instead.
 
     Args:
         module: The module.
-        entries: Values by name, each an `UnreadValue` or a value that a hook has put there; the dict is emptied.
+        entries: Values by name, each an `UnreadValue` or a value that a hook has put there. The dict is emptied, so
+            that values are freed early.
         prefix: Prefix of the names of the module's entries, such as ``layers.0.``.
         state: Walk that receives the records.
 
@@ -228,7 +231,7 @@ def load_by_override(module: torch.nn.Module, entries: Mapping[str, UnreadValue]
     Args:
         module: Module whose class overrides `load_state_dict`.
         entries: Stored values by name; the override may read any of them.
-        state: Walk that receives the reported keys, or torch's message about tensors of other sizes.
+        state: Walk that receives the reported keys, or torch's error message if stored tensors have wrong sizes.
     """
     state_dict = StoredState(entries, lambda name, stored: state.read(module, name, stored))
     accepted = signature(module.load_state_dict).parameters
@@ -261,7 +264,14 @@ def _must_load_itself(tensors: Tensors, entries: Mapping[str, Any], prefix: str)
 
 
 def _load_itself(module: torch.nn.Module, entries: dict[str, Any], prefix: str, state: Walk) -> dict[str, Any]:
-    """Let a module load its own tensors, and return all entries by name as its hooks leave them."""
+    """Let a module load its own tensors, and return `entries` with the changes that its hooks have made.
+
+    Args:
+        module: The module.
+        entries: Values for the module and its children, by name.
+        prefix: Prefix of the names of the module's entries.
+        state: Walk that receives the reported keys and errors. Its pending loads are settled first.
+    """
     settle(state, state.fill)  # since the module's hooks may look at tensors that come before
     state_dict = StoredState(entries, lambda name, stored: state.read(module, name, stored))
     with _naming(module, prefix, own_hooks(module)):
@@ -320,7 +330,10 @@ def _visit(
 
 
 def _fits(tensor: torch.Tensor, stored: UnreadValue) -> bool:
-    """Return whether a stored value can fill a tensor: it is a tensor and, if a DTensor is filled, not common state."""
+    """Return whether a stored value is a tensor that can fill one of the module's.
+
+    A DTensor is filled only from shards, not from the common state.
+    """
     return stored.shape is not None and not (stored.common and hasattr(tensor, "placements"))
 
 
@@ -334,6 +347,6 @@ def _naming(module: torch.nn.Module, prefix: str, hooks: Sequence[str]) -> Itera
         error.add_note(f"asked for by {where}")
         raise
     except Exception as error:
-        fix = "Load what the hook expects, or remove it. The module's values are lost."
+        fix = "Load a checkpoint that the function accepts, or correct it. The module may be partly overwritten."
         found = f"{type(error).__name__}: {error}"
         raise CheckpointingException(error_text(f"load_module: {where} raised", found=found, fix=fix)) from error

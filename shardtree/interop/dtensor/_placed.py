@@ -48,7 +48,8 @@ def mesh_of(device_mesh: Any) -> Mesh:
     try:
         ranks = device_mesh.mesh
     except RuntimeError as error:
-        heading, fix = "mesh_of: this process is not in the sub-mesh", "Pass the whole mesh, or a slice that it is in."
+        heading = "mesh_of: this process is not in the sub-mesh"
+        fix = "Pass the whole mesh, or a slice that contains this process."
         raise MetadataError(error_text(heading, found=error, fix=fix)) from error
     except AttributeError as error:
         heading, expected = "mesh_of: not a DeviceMesh", "what init_device_mesh returns, or a slice of it"
@@ -89,10 +90,11 @@ def root_of(device_mesh: Any) -> Any:
 
 
 def widened(own: Mesh, outer: Mesh) -> Mesh:
-    """Return a mesh over all ranks of `outer`: a new axis that numbers its slices, then the axes of the slice `own`.
+    """Return a mesh over all ranks of `outer`, whose last axes are those of its slice `own`.
 
-    Shifted copies of the slice must tile the outer mesh's sequence of ranks. The axes of the outer mesh do not matter:
-    the slice may have flattened, unflattened or concatenated ones.
+    Parallel slices, which are shifted copies of `own`, must tile the outer mesh's sequence of ranks. If there are
+    several, a new first axis numbers them. The outer mesh's axes don't matter: those of the slice may be flattened,
+    split or concatenated ones.
 
     Args:
         own: The slice.
@@ -127,8 +129,8 @@ def widened(own: Mesh, outer: Mesh) -> Mesh:
 
 def _not_a_slice(own: Mesh, outer: Mesh) -> MetadataError:
     heading, fix = (
-        "a DTensor's mesh is not a slice of the expected mesh",
-        "Pass the parent mesh, from which its mesh was sliced, as within=...",
+        "a DTensor's mesh is not a slice of the mesh of all ranks (within=)",
+        "Pass as within= the DeviceMesh that the DTensor's mesh was sliced from.",
     )
     expected = f"a slice of {outer}"
     return MetadataError(error_text(heading, found=own, expected=expected, fix=fix))
@@ -173,8 +175,8 @@ def spec_of(dtensor: Any) -> PartitionSpec:
     odd = [f"axis {tensor_dim}: {mesh_dims}" for tensor_dim, mesh_dims in order if list(mesh_dims) != sorted(mesh_dims)]
     if odd:
         heading, fix = (
-            "a DTensor's axis is cut by mesh axes in another order than left to right",
-            "Call .redistribute() with the DTensor's own placements.",
+            "a DTensor's axis is sharded over mesh axes in another order than left to right",
+            "Redistribute the DTensor to Replicate() on every mesh axis, then back to its placements.",
         )
         raise UnsupportedValue(error_text(heading, offenders=odd, expected="mesh axes in ascending order", fix=fix))
     return PartitionSpec(*map(_entry, cuts))
@@ -183,7 +185,7 @@ def spec_of(dtensor: Any) -> PartitionSpec:
 def _cut_dim(placement: Any) -> int | None:
     """Return the tensor axis that a placement cuts; None if it replicates."""
     if placement.is_partial():
-        fix = "Call .redistribute() with Replicate() or Shard() in its place, which reduces it."
+        fix = "Call .redistribute() with Replicate() or Shard() in place of Partial, which reduces the values."
         heading = f"a DTensor is Partial, {placement}: its values have to be reduced over ranks first"
         raise UnsupportedValue(error_text(heading, fix=fix))
     if placement.is_replicate():
@@ -207,8 +209,9 @@ def _entry(cuts: Sequence[AxisSplit]) -> SpecEntry:
 def as_fsdp2_cuts(spec: PartitionSpec, mesh: Mesh) -> PartitionSpec:
     """Return the spec of the shards that FSDP2 really makes, given the spec that follows from its placements.
 
-    FSDP2 cuts the shards of tensor parallelism further. Its placements describe this as an earlier cut into interleaved
-    blocks. The two cuts can give different shards if a size is not divisible by the number of ranks.
+    FSDP2 cuts the shards of tensor parallelism further. Its placements describe this in the reverse order: first a cut
+    into interleaved blocks (`_StridedShard`), then the cut of tensor parallelism. The two orders can give different
+    shards if a size is not divisible by the number of ranks.
 
     Args:
         spec: Partition spec of a DTensor's placements.
@@ -244,7 +247,7 @@ class ReadOptions:
     Attributes:
         key: Function that returns the key of the tensor at a path.
         within: DeviceMesh or `Mesh` of all ranks that hold the tree; None for each DTensor's root mesh.
-        strided: Meaning of a `_StridedShard`: "dtensor" or "fsdp2"; None makes an ambiguous size an error.
+        strided: Meaning of a `_StridedShard`: "dtensor" or "fsdp2"; None if a size for which they differ is an error.
         replicated: Function that returns, for a key and a plain tensor, whether the tensor is the same on all ranks of
             `within`; None if no plain tensor becomes a shard.
     """
@@ -264,7 +267,7 @@ class ReadOptions:
                 raise MetadataError(error_text(heading, found=type(value).__name__, expected="a function"))
         if self.replicated is not None and (self.within is None or isinstance(self.within, Mesh)):
             # A Mesh doesn't know which of its ranks this one is.
-            heading = "from_dtensors: replicated= without a DeviceMesh as within="
+            heading = "from_dtensors: replicated= needs within=, a DeviceMesh"
             fix = "Pass within=mesh, the DeviceMesh whose ranks all hold these plain tensors."
             raise MetadataError(error_text(heading, fix=fix))
 

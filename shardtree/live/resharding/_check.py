@@ -89,16 +89,19 @@ def _wrong_transfers(source: ShardColumns, target: ShardColumns, transfers: Tran
 def _wrong_places(
     shard: ShardColumns, transfers: Transfers, memory: tuple[Column, Column], which: str
 ) -> dict[str, Mask]:
-    """Return masks of the transfers whose boxes lie outside their shards, or elsewhere in memory than stated.
+    """Return masks of the transfers whose box isn't in its shard, or has another position in memory than stated.
+
+    Only the senders or only the receivers are checked.
 
     Args:
-        shard: Sending shard of each transfer, or the receiving one.
+        shard: Sending shard of each transfer, or receiving shard of each transfer.
         transfers: Transfers to check.
-        memory: Stated first element and strides of each box in its shard's data.
-        which: Clause for the problem texts that says which end `shard` is, such as "that it comes from".
+        memory: Position of each box in its shard's data, as the transfers state it: the columns
+            ``(source_element, source_stride)`` for senders, ``(target_element, target_stride)`` for receivers.
+        which: Words after "the shard" in problem texts: "that it comes from" or "that it goes to".
 
     Returns:
-        A mask of the transfers for each problem text.
+        Mask of the transfers that have each problem, by problem text.
     """
     last = transfers.offset + transfers.shape
     outside = ((transfers.offset < shard.offset) | (last > shard.offset + shard.shape)).any(axis=1)
@@ -150,7 +153,10 @@ def _wrong_counts(target: ShardColumns, transfers: Transfers) -> Iterator[Proble
 
 
 def _too_early(target: ShardColumns, transfers: Transfers) -> Iterator[Problem]:
-    """Yield the transfers that leave a target shard before all their elements have arrived there at earlier hops."""
+    """Yield the problems of transfers that pass on elements too early.
+
+    At hop 1 and later, a target shard is the sender. It must have received the elements at earlier hops.
+    """
     later = np.flatnonzero(transfers.hop > 0)
     offset, shape = transfers.offset, transfers.shape
     left, right = overlapping_pairs(
@@ -178,7 +184,7 @@ def check_kinds(
     Args:
         source: Shards before the resharding.
         target: Shards after the resharding.
-        cast: Whether dtypes are compatible if `load` could convert them; otherwise they must be equal.
+        cast: True if dtypes may differ where `load` could convert them, False if they must be equal.
         is_plain: Predicate of keys whose values may be converted without their stored scales.
 
     Raises:

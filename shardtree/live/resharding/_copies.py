@@ -73,11 +73,11 @@ def copy_boxes(shape: Column, source: Regions, target: Regions) -> None:
 
 
 def region_views(shape: Column, regions: Regions) -> Iterator[torch.Tensor]:
-    """Yield each region as a strided view, in the dtype of its memory.
+    """Yield a strided view of each box's region.
 
     Args:
         shape: Shape of each box, int64 (boxes, axes).
-        regions: Region of each box.
+        regions: Region of each box; the view has the dtype of the region's tensor in ``regions.memory``.
     """
     for first in range(0, len(shape), _AT_ONCE):
         rows = slice(first, first + _AT_ONCE)

@@ -1,4 +1,8 @@
-"""Plans of shared reads: the rank that reads each byte, and the reshard that passes it on."""
+"""Plans of shared reads: the rank that reads each byte, and the reshard that passes it on.
+
+Wanted shards are cut along each other's edges into cells: boxes that each shard contains whole or not at all. So one
+rank can read a cell for all ranks that want it.
+"""
 
 from __future__ import annotations
 
@@ -24,22 +28,24 @@ from ...core.plans import HeldLine, Holders, Parts, deal_out, find_holders, held
 from ...errors import size_text, table_lines
 from . import ReshardPlan, plan_reshard
 
-# Wanted shards are cut into cells; any two cells of a tensor are equal or disjoint, so one rank can read each for all.
+# The division of wanted shards into cells.
 
 MOST_CELLS = 16
-"""Upper bound of a tensor's average number of cells per box; a tensor that would have more keeps its shards whole."""
+"""Upper bound of the cells per wanted box, averaged over a tensor; a tensor with more keeps its shards whole."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WantedCells:
     """The wanted shards of all ranks, cut into cells: boxes that each shard contains whole or not at all.
 
+    The shards of a tensor stay whole if they would have too many cells. Where they overlap, they then get separate
+    tensor keys, so that cells of one tensor never overlap.
+
     Attributes:
-        targets: The wanted shards. Those that overlap others but stay whole get a separate tensor key, so that cells
-            of one tensor never overlap.
-        shards: The cells as shards, one per row. Their rank is that of one of the shards that contain them.
-        row: Row in `targets` of a shard that contains a cell, int64 (pairs,).
-        cell: Row in `shards` of the cell that it contains, int64 (pairs,).
+        targets: The wanted shards.
+        shards: The cells as shards, one per row. The rank of a cell is that of one of the shards that contain it.
+        row: Row in `targets` of the shard in each pair of a shard and one of its cells, int64 (pairs,).
+        cell: Row in `shards` of the cell in each of these pairs, int64 (pairs,).
     """
 
     targets: ShardColumns
@@ -54,7 +60,7 @@ def wanted_cells(columns: ShardColumns, *, is_cut: bool = True, most: int = MOST
     Args:
         columns: Wanted shards of all ranks; shards without elements have no cell.
         is_cut: Whether shards are cut; if not, cells are whole shards.
-        most: Upper bound of a tensor's average number of cells per box; a tensor that would have more keeps its shards
+        most: Upper bound of the cells per wanted box, averaged over a tensor; a tensor with more keeps its shards
             whole.
 
     Examples:
@@ -127,16 +133,16 @@ by two ranks."""
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class SharedReads:
-    """The bytes that each rank reads of shards that several ranks want. Its text is a table.
+    """The bytes of wanted shards that each rank reads, for itself and for other ranks. Its `repr` is a table.
 
     Attributes:
         ranks: Number of ranks.
-        targets: Wanted shards. Those that overlap others but stay whole get a separate tensor key.
-        reads: Reads of all ranks, as shards of the same tensors, ordered by tensor and position.
-        row: Row in `targets` of the shard that contains each read: the reader's first shard that wants the read, int64
+        targets: Wanted shards. Shards that overlap, but aren't cut, have separate tensor keys.
+        reads: Reads of all ranks, as shards of the tensors in `targets`.
+        row: Row in `targets` of the reader's shard that contains each read, the first if there are several, int64
             (reads,).
-        first: First row of each rank in `targets`, int64 (ranks,).
-        is_whole: Whether each read covers the whole shard that contains it, bool (reads,).
+        first: Row in `targets` at which each rank's shards begin, int64 (ranks,).
+        is_whole: Whether each read covers the whole shard in `row`, bool (reads,).
         bytes_sent: Bytes that each rank sends to others, int64 (ranks,).
         bytes_received: Bytes that each rank receives from others, int64 (ranks,).
     """
@@ -168,8 +174,8 @@ class ExchangePlan:
     Attributes:
         shared: Reads of all ranks.
         passed_on: Plan from the reads to the wanted shards, without elements that are read directly into them.
-        element: Offset of each read in the data of the shard that contains it (`shared.row`), in elements; -1 if the
-            read isn't contiguous there, int64 (reads,).
+        element: Index of the element at which each read begins in the data of its shard (`shared.row`), int64 (reads,);
+            -1 if the read isn't contiguous there.
     """
 
     shared: SharedReads
@@ -185,15 +191,16 @@ def plan_exchange(
     most_cells: int = MOST_CELLS,
     is_cut: bool = True,
 ) -> ExchangePlan:
-    """Return the plan by which ranks that want the same elements read them once and pass them on.
+    """Return the plan for ranks that want the same elements: one rank reads them and passes them on to the others.
+
+    The reads are those of `plan_reads`.
 
     Args:
-        columns: Wanted shards of all ranks, as for `plan_reads`, which assigns the reads.
+        columns: Wanted shards of all ranks, ordered by rank.
         ranks: Number of ranks.
-        stripe_bytes: Granularity in bytes: cells are cut between readers only at multiples of it, rounded up to whole
-            elements.
-        most_cells: Upper bound of a tensor's average number of cells per box, as for `plan_reads`.
-        is_cut: Whether shards and cells are cut, as for `plan_reads`.
+        stripe_bytes: Granularity in bytes of cuts between readers, rounded up to whole elements.
+        most_cells: Argument of `plan_reads`: upper bound of the boxes into which a wanted box is cut, on average.
+        is_cut: Whether different ranks may read parts of one shard, as for `plan_reads`.
 
     Examples:
         >>> import torch, shardtree as st
@@ -228,23 +235,24 @@ def plan_reads(
 ) -> SharedReads:
     """Return the reads of each rank; elements that several ranks want are read once for all of them.
 
-    Shards that overlap are cut into cells along each other's edges. The cells that a set of ranks wants are laid end to
-    end and cut into one range per rank. A rank that has more to read elsewhere (cells that it alone wants, or ranges of
-    other sets' cells) gets a shorter range, so that all ranks read about as much in total. Cuts lie between cells or at
-    whole stripes: a rank's share is at most a stripe away from an equal one. With `alike`, ranks that want the same
-    shards are described once, so the cost doesn't grow with the number of replicas.
+    Shards that overlap are cut along each other's edges into cells: boxes that each shard contains whole or not at all.
+    The cells that a set of ranks wants are laid end to end and cut into one range per rank. A rank that has more to
+    read elsewhere (cells that it alone wants, or ranges of other sets' cells) gets a shorter range, so that all ranks
+    read about as much in total. Cuts lie between cells or at whole stripes, so a rank's share differs from an equal
+    share by a stripe at most. With `alike`, ranks that want the same shards are described once, so the cost doesn't
+    grow with the number of replicas.
 
     Args:
         columns: Wanted shards of all ranks, ordered by rank.
         ranks: Number of ranks.
-        stripe_bytes: Granularity in bytes: cells are cut between readers only at multiples of it, rounded up to whole
-            elements.
-        most_cells: Upper bound of a tensor's average number of cells per box. A tensor that would have more keeps its
-            shards whole, and elements that they share are read more than once.
-        is_cut: Whether shards and cells are cut; if not, one rank reads equal shards whole for all, and each rank
-            reads its other shards itself.
-        alike: Ranks that want the same shards: for each number in ``columns.rank``, the ascending ranks that it stands
-            for; None if the numbers are the ranks themselves.
+        stripe_bytes: Size of a stripe: cells are cut between readers only at multiples of these bytes, rounded up to
+            whole elements.
+        most_cells: Upper bound of the cells per wanted box, averaged over a tensor. A tensor with more keeps its shards
+            whole, and elements that they share are read more than once.
+        is_cut: Whether different ranks may read parts of one shard. If False, a shard that several ranks want is read
+            whole by one of them; shards that merely overlap are read separately.
+        alike: Sets of ranks that want the same shards. ``columns.rank`` then has indices into this sequence, and each
+            entry has the ranks of one set, ascending. None if ``columns.rank`` has ranks.
 
     Examples:
         >>> import torch, shardtree as st
@@ -284,7 +292,16 @@ def plan_reads(
 
 
 def _as_reads(cells: ShardColumns, parts: Parts, item_size: Column, size: Column) -> ShardColumns:
-    """Return parts of cells as shards on their readers: a cell that is read whole unchanged, others as flat ranges."""
+    """Return parts of cells as shards, each on the rank that reads it.
+
+    A part that is a whole cell becomes a shard with the cell's box. Any smaller part becomes a flat range of this box.
+
+    Args:
+        cells: Cells as shards, one per row.
+        parts: Byte ranges of cells, each with its reader.
+        item_size: Bytes of an element of each cell, int64 (cells,).
+        size: Size of each cell in bytes, int64 (cells,).
+    """
     reads, item = select_rows(cells, parts.item), item_size[parts.item]
     cut = (parts.begin > 0) | (parts.end < size[parts.item])
     base = np.maximum(reads.start, 0)
@@ -294,11 +311,11 @@ def _as_reads(cells: ShardColumns, parts: Parts, item_size: Column, size: Column
 
 
 def _deal(holders: Holders, alike: Sequence[Column], size: Column, row: Column, ranks: int) -> Parts:
-    """Return the byte range of each cell that each rank reads, ordered by cell and byte.
+    """Divide cells among the ranks that read them; return byte ranges of cells, ordered by cell and byte.
 
     Args:
-        holders: Ranks, or numbers of `alike`, that want each cell; cells without bytes are left out.
-        alike: Ranks that each of these numbers stands for.
+        holders: Ranks that want each cell, as indices into `alike`; cells without bytes are left out.
+        alike: Ranks that each of these indices stands for, ascending.
         size: Size of each cell in bytes, int64 (cells,).
         row: Granularity of each cell's cuts in bytes; 0 for a cell that must stay whole, int64 (cells,).
         ranks: Number of ranks.
@@ -315,9 +332,13 @@ def _deal(holders: Holders, alike: Sequence[Column], size: Column, row: Column, 
 
 
 def _rank_sets(holders: Holders, alike: Sequence[Column]) -> list[tuple[Column, Column]]:
-    """Return (cells, ranks) for each set of several ranks: the cells that exactly these ranks want, and the ranks.
+    """Return a pair ``(cells, ranks)`` for each set of several ranks: the cells wanted by exactly these ranks.
 
-    Smaller sets come first. The arguments are those of `_deal`.
+    Smaller sets come first.
+
+    Args:
+        holders: Ranks that want each cell, as indices into `alike`.
+        alike: Ranks that each of these indices stands for, ascending.
     """
     sets = [*holder_sets(holders)]
     if all(each.size == 1 for each in alike):

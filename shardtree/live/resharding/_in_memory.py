@@ -138,14 +138,14 @@ def _check_tensors(shards: Sequence[tuple[TreePath, ShardedTensor]], doing: str)
 
 
 def agreed_common(commons: Mapping[int, Any], doing: str = "reshard") -> Any:
-    """Return the plain values that all ranks share, with holes where the first rank's shards were.
+    """Return the plain values that all ranks share, as a tree with `HOLE` (no value) at the first rank's shards.
 
     Args:
-        commons: Common tree of each rank, by rank; a hole for a rank with an empty tree.
+        commons: Plain values of each rank, by rank; `HOLE` for a rank with an empty tree.
         doing: Name of the operation in error messages.
 
     Returns:
-        A common tree; a hole if all ranks' trees are empty.
+        Tree of plain values; `HOLE` if all ranks' trees are empty.
 
     Raises:
         IntegrityError: Common trees differ; the error names every such path with the ranks and all values.
@@ -194,7 +194,12 @@ def take_target(tree: Any, doing: str = "reshard", *, donate: bool = False) -> T
 
 
 def _keep_factory(merge_one: MergeOne, leaf: Any) -> Any:
-    """Return a factory with a merge function that returns `leaf` with the merged data; other leaves unchanged."""
+    """Return the factory of a leaf, with a merge function that returns the leaf with merged data.
+
+    Args:
+        merge_one: Function that merges the parts that a factory built, called with the factory and the parts.
+        leaf: Factory, or shard of a tensor subclass that is stored as several tensors; another leaf is unchanged.
+    """
     if (factory := factory_of(leaf)) is None:
         return leaf
     return replace(factory, merge_fn=lambda data: replace(leaf, data=merge_one(factory, data)))
@@ -211,7 +216,7 @@ def complete(
 
     Args:
         target: Target tree of the rank.
-        common: Plain values that all source ranks share; a hole if there are none.
+        common: Plain values that all source ranks share; `HOLE` if there are none.
         tensors: Tensor of each shard in `target.tensors`.
         objects: Object with data for each of `target.objects`.
         doing: Name of the operation in error messages.
@@ -235,16 +240,16 @@ def complete(
 
 
 def join_filled(common: Any, tree: Any, plain: Sequence[tuple[TreePath, Any]], doing: str) -> Any:
-    """Return a target joined with the sources' plain values, which must include all plain tensors of the target.
+    """Return a target tree joined with the plain values of the sources.
 
     Args:
-        common: Plain values of the sources; a hole if there are none.
-        tree: Target tree, with holes for its plain values.
-        plain: Path and leaf of each plain tensor of the target.
+        common: Plain values of the sources; `HOLE` (no value) if there are none.
+        tree: Filled target tree, with `HOLE` in place of its plain values.
+        plain: Path and leaf of each plain tensor of the target; the sources must have a value at each path.
         doing: Name of the operation in error messages.
 
     Raises:
-        TreeError: The target doesn't fit the plain values, or they lack one of its plain tensors, which would be lost.
+        TreeError: The target doesn't fit the plain values, or the sources lack a plain tensor of the target.
     """
     tree = join(common, tree)
     lacking = [render_path(path) for path in unfilled(tree, plain)]
@@ -256,7 +261,14 @@ def join_filled(common: Any, tree: Any, plain: Sequence[tuple[TreePath, Any]], d
 
 
 def _leaf_with_data(leaf: Any, data: Iterator[torch.Tensor], items: Iterator[ShardedObject], *, inner: bool) -> Any:
-    """Return a leaf with its data, the next of `data` or `items`; if a factory built it (`inner`), only the data."""
+    """Return a target's leaf, filled with the next tensor or object; `HOLE` for a plain value.
+
+    Args:
+        leaf: Leaf of the target, with factories applied.
+        data: Tensors of the target's shards, in order.
+        items: Objects with data for the target's objects, in order.
+        inner: Whether a factory built the leaf. Its merge function takes bare data, so no shard or object is returned.
+    """
     if isinstance(leaf, ShardedTensor):
         return next(data) if inner else with_data(leaf, next(data))
     if isinstance(leaf, ShardedObject):
@@ -286,7 +298,7 @@ def reshard(
             strides, on any device. Plain values must be the same on all ranks, except on ranks whose tree is empty.
         targets: Target tree of each rank after resharding, in the same form. A shard's data may be a tensor, whose
             device the new tensor gets, or None or a meta tensor: then the new tensor gets the device of a source shard.
-            Each plain tensor must also be a plain value of the sources; other plain values are ignored.
+            The sources must have a plain value at the path of each plain tensor; other plain values are ignored.
         rules: Rules for arrays of objects that change their shape, by key pattern; see `reshard_objects`.
         empty: Allocator of a tensor that will be filled, called as `empty(shape, dtype=..., device=...)`; it may return
             pinned memory, or memory shared between processes.
@@ -294,8 +306,8 @@ def reshard(
         plain: Patterns of keys whose values may be converted without their stored scales, as for `load`.
 
     Returns:
-        Result tree of each target rank, in a container of the targets' kind: the target's structure, shards and
-        factories with their data, nonpersistent objects as they are, joined with the plain values.
+        Result tree of each target rank, as a mapping or list like `targets`. It is the target with data in its shards,
+        objects and factories, joined with the plain values of the sources. Nonpersistent objects stay unchanged.
 
     Raises:
         TreeError: There is no tree, a target doesn't fit the plain values, or no source has a plain tensor of a target.

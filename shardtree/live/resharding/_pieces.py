@@ -1,4 +1,8 @@
-"""The boxes that each rank wants, cut along the boxes that ranks hold, and the ranks that send them."""
+"""The boxes that each rank wants, cut along the boxes that ranks hold, and the ranks that send them.
+
+A place of the source is a tensor and a box of it, or a flat range of such a box, that some rank holds. Replicas are at
+the same place.
+"""
 
 from __future__ import annotations
 
@@ -28,16 +32,16 @@ from ._transfers import Routes, renumber_keys
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeldPlaces:
-    """The places of the source, and the ranks that hold each.
+    """The places of the source, and the ranks that hold each place.
 
-    A place is a key and a box of its tensor, or a flat range of such a box. Replicas are at the same place.
+    A place is a tensor and a box of it, or a flat range of such a box. Replicas are at the same place.
 
     Attributes:
-        shards: One shard of each place, with keys numbered as in the target.
-        main: Whether a place has a main replica, bool (places,).
-        first: Index of each place's first holder in the columns below, and their length, int64 (places + 1,).
-        holder: Rank that holds the place, ascending within a place, int64 (holders,).
-        row: Row of the holder's shard in the plan's `source`, int64 (holders,).
+        shards: One shard of each place; its `key` is an index into the keys of the target.
+        main: Whether each place has a main replica, bool (places,).
+        first: Index in `holder` and `row` at which each place begins; then the length of these, int64 (places + 1,).
+        holder: Ranks that hold each place, ascending, place after place, int64 (holders,).
+        row: Row in the plan's `source` of each holder's shard, int64 (holders,).
     """
 
     shards: ShardColumns
@@ -48,7 +52,7 @@ class HeldPlaces:
 
     @property
     def holders(self) -> Column:
-        """Number of ranks that hold each place, int64 (places,)."""
+        """Number of ranks that hold a shard at each place of the source, int64 (places,)."""
         return np.diff(self.first)
 
     def row_at(self, place: Column, rank: Column) -> Column:
@@ -63,10 +67,10 @@ class HeldPlaces:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Holdings:
-    """The boxes that ranks hold: those of each place, repeated for each rank that holds the place.
+    """The boxes of source shards that ranks hold, with a row for each box and each rank that holds it.
 
     Attributes:
-        boxes: The boxes. Their `shard` is an index into `HeldPlaces.holder` and `HeldPlaces.row`.
+        boxes: The boxes. Their `shard` is an index into the columns `holder` and `row` of `HeldPlaces`.
         key: Index of each box's tensor in the target's keys, int64 (boxes,).
         rank: Rank that holds the box, int64 (boxes,).
     """
@@ -77,7 +81,7 @@ class Holdings:
 
 
 def find_holdings(places: HeldPlaces, mask: Mask) -> Holdings:
-    """Return the boxes that ranks hold at the places for which `mask` is true."""
+    """Return the boxes that ranks hold at the places of the source for which `mask` is true."""
     place = np.repeat(np.arange(len(mask)), places.holders)
     numbers = np.flatnonzero(mask[place])
     boxes = place_boxes(select_rows(places.shards, place[numbers]))
@@ -86,7 +90,9 @@ def find_holdings(places: HeldPlaces, mask: Mask) -> Holdings:
 
 
 def find_places(source: ShardColumns, target: ShardColumns) -> HeldPlaces:
-    """Return the places of the source's shards, except those without elements and those of keys that the target lacks.
+    """Return the distinct places of the source's shards, and the ranks that hold each place.
+
+    Shards without elements, and shards of tensors that the target lacks, are left out.
 
     Args:
         source: Source shards of all ranks.
@@ -125,11 +131,11 @@ NOWHERE = -1
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pieces:
-    """The target shards, cut into boxes that each lie within one place of the source, if any place holds them.
+    """The target shards, cut into boxes. Each box lies within one place of the source, or no place was found for it.
 
     Attributes:
         target: Row of the target shard, int64 (pieces,).
-        place: Index in `HeldPlaces` of the place that contains the box; -1 if none was found, int64 (pieces,).
+        place: Index in `HeldPlaces` of the source's place that contains the box; -1 if none was found, int64 (pieces,).
         offset: Offset of the box in the global tensor, int64 (pieces, axes).
         shape: Shape of the box, int64 (pieces, axes).
     """
@@ -144,9 +150,9 @@ class Pieces:
 
 
 def cut_pieces(places: HeldPlaces, target: ShardColumns) -> Pieces:
-    """Return the target shards, cut along the edges of the places that have a main replica.
+    """Return the target shards, cut into pieces along the boxes of the source's main replicas.
 
-    Boxes that no such place covers have place -1.
+    Pieces that no main replica covers have -1 in the column `place`.
 
     Args:
         places: Places of the source's shards.
@@ -189,14 +195,14 @@ def own_routes(places: HeldPlaces, target: ShardColumns, pieces: Pieces) -> tupl
 
 
 def located_pieces(places: HeldPlaces, target: ShardColumns, pieces: Pieces) -> Pieces:
-    """Return the pieces, after looking for those with place -1 among the places that have no main replica.
+    """Return the pieces; those with an unknown place (-1) are cut along places that have no main replica.
 
-    Such a piece is cut along these places. Parts that none of them covers keep place -1.
+    Parts that one of these places covers get it as their place; other parts keep -1.
 
     Args:
         places: Places of the source's shards.
         target: Target shards of all ranks.
-        pieces: Pieces that the ranks that want them don't hold.
+        pieces: Pieces to get from other ranks.
     """
     nowhere = np.flatnonzero(pieces.place == NOWHERE)
     others = np.flatnonzero(~places.main)
@@ -212,13 +218,13 @@ def located_pieces(places: HeldPlaces, target: ShardColumns, pieces: Pieces) -> 
 
 
 def repeat_routes(target: ShardColumns, pieces: Pieces) -> tuple[Routes, Pieces]:
-    """Return routes of hop 1 for elements that several shards of one rank want, and the remaining pieces.
+    """Return routes of copies within a rank, for elements that several of its shards want, and the remaining pieces.
 
-    One of these shards receives the elements from a rank that holds them; the others copy them from it at hop 1.
+    One of these shards receives the elements from another rank (hop 0); the others then copy them from it (hop 1).
 
     Args:
         target: Target shards of all ranks.
-        pieces: Pieces that the ranks that want them don't hold.
+        pieces: Wanted pieces.
     """
     group = wanted_by(target, pieces)
     order = np.lexsort((pieces.target, *pieces.shape.T[::-1], *pieces.offset.T[::-1], group))
@@ -267,7 +273,7 @@ def carved_pieces(pieces: Pieces, group: Column, boxes: BoxColumns, box_group: C
 
 
 def wanted_by(target: ShardColumns, pieces: Pieces) -> Column:
-    """Return a number for each piece that stands for its key together with the rank that wants it."""
+    """Return the number from `rank_groups` of each piece's tensor key and the rank that wants it."""
     return rank_groups(target.key[pieces.target], target.rank[pieces.target])
 
 
@@ -281,7 +287,8 @@ def as_routes(pieces: Pieces, source: Column, *, hop: int = 0) -> Routes:
 
     Args:
         pieces: Pieces to send.
-        source: Row of each sending shard, in the plan's `target` if `hop` is 1 or more, else in its `source`.
+        source: Row of each sending shard: in the plan's `source` at hop 0; in its `target` at later hops, where target
+            shards pass on what they have received.
         hop: Hop of all routes.
     """
     return Routes(np.full(len(pieces), hop), source, pieces.target, pieces.offset, pieces.shape)
@@ -310,14 +317,14 @@ def least_bytes(source: ShardColumns, target: ShardColumns) -> int:
 
 
 def sent_routes(places: HeldPlaces, target: ShardColumns, pieces: Pieces, shortest_cut: int) -> Routes:
-    """Return the routes of pieces from ranks that hold them, with senders chosen so that all send about as much.
+    """Return the routes of pieces from ranks that hold them; the choice of senders balances the bytes that ranks send.
 
     A large piece may be cut into parts that come from several ranks.
 
     Args:
         places: Places of the source's shards.
         target: Target shards of all ranks.
-        pieces: Pieces that the ranks that want them don't hold; none has place -1.
+        pieces: Pieces to get from other ranks, all with a known place.
         shortest_cut: Lower bound of the size of a cut piece's parts, in bytes.
     """
     item_size = target.item_size[target.key[pieces.target]]
@@ -333,13 +340,15 @@ def sent_routes(places: HeldPlaces, target: ShardColumns, pieces: Pieces, shorte
 
 
 def _cut_pieces(pieces: Pieces, item: Column, begin: Column, end: Column, size: Column) -> Pieces:
-    """Return parts of pieces, which are cut across their longest axes.
+    """Return parts of pieces; each part is given as a byte range of its piece.
+
+    Byte ranges count as if the piece's longest axis came first in memory, and are made of whole indices of this axis.
 
     Args:
         pieces: Pieces to cut.
-        item: Row of each part's piece, int64 (parts,).
-        begin: First byte of each part within its piece, int64 (parts,).
-        end: One past the last byte, int64 (parts,).
+        item: Row in `pieces` of each part's piece, int64 (parts,).
+        begin: Offset of each part's first byte in its piece, int64 (parts,).
+        end: Offset after each part's last byte, int64 (parts,).
         size: Size of each piece in bytes, int64 (pieces,).
     """
     offset, shape = pieces.offset[item], pieces.shape[item]
@@ -353,8 +362,8 @@ def _cut_pieces(pieces: Pieces, item: Column, begin: Column, end: Column, size: 
 def _lines(places: HeldPlaces, target: ShardColumns, pieces: Pieces, size: Column, row: Column) -> Iterator[HeldLine]:
     """Yield a line for each set of several ranks: the pieces that exactly these ranks hold. Smaller sets come first.
 
-    Within a line, pieces are ordered by place, box, then receiver. `size` and `row` are as in `HeldLine`, but for all
-    pieces.
+    Within a line, pieces are ordered by place, box, then receiver. `size` has the size of every piece in bytes; `row`
+    has the granularity of its cuts in bytes, or 0 if it must stay whole.
     """
     is_used = np.zeros(len(places.main), dtype=np.bool_)
     is_used[pieces.place] = True
@@ -373,7 +382,8 @@ def _lines(places: HeldPlaces, target: ShardColumns, pieces: Pieces, size: Colum
 def _canonical(pieces: Pieces, group: Column, target: ShardColumns) -> Column:
     """Return the rows of pieces, sorted by group, place, box and the rank that wants the piece.
 
-    The order is the same on all ranks, since places are numbered by key, then box.
+    `group` is the number of the set of ranks that hold each piece. The order is the same on all ranks, since places of
+    the source are numbered by key, then box.
     """
     boxes = (*pieces.shape.T[::-1], *pieces.offset.T[::-1])
     # A column with one value has no effect on the order, but costs as much as any other.

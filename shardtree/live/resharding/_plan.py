@@ -54,8 +54,8 @@ class ReshardPlan:
         source: Shards of all ranks before the resharding.
         target: Shards of all ranks after the resharding.
         transfers: All transfers, including those within a rank, ordered by hop, to_rank, target, offset.
-        names: Other names of tensors, for `explain`: the keys of the tensors at each path of the target's trees, and
-            of those that each factory builds. Empty if the target was passed as columns.
+        names: Keys of tensors by other names, for `explain`. Such a name is the path of a tensor or factory in the
+            target's trees, or the key of a factory. Empty if the target was passed as columns.
 
     Examples:
         >>> import torch, shardtree as st

@@ -47,15 +47,15 @@ class Parts:
 def relay_parts(shape: Column, item: Column, ranks: Column, senders: Column, shortest_cut: int) -> Parts:
     """Return parts of the boxes that several ranks want, each assigned to one of these ranks.
 
-    Boxes that the same ranks want and would get from the same senders are laid end to end, and this line is divided
-    into one equal interval for each of the ranks, so that few boxes are cut. A sender that would send a box to n of
-    its k ranks sends about n / k of the box instead. If intervals can't be quite equal, the ranks with the fewest bytes
-    so far get the longest ones.
+    Boxes form a group if the same ranks want them and would get them from the same senders. The boxes of a group are
+    laid end to end in a line, so that few of them are cut. The line is divided into one interval for each of the k
+    ranks, all about equal. So a sender that would send a box to n of these ranks sends only about n / k of its bytes.
+    If intervals can't be quite equal, the ranks with the fewest bytes so far get the longest ones.
 
     Args:
         shape: Shape of each box, without zeros, int64 (boxes, axes).
-        item: Bytes of an element, int64 (boxes,).
-        ranks: Ranks that want each box, int64 (boxes, members).
+        item: Bytes of an element of each box, int64 (boxes,).
+        ranks: Ranks that want each box, equally many for all boxes, int64 (boxes, members).
         senders: Rank that would send the box to each of `ranks`, int64 (boxes, members).
         shortest_cut: Lower bound of the size of a cut box's parts, in bytes.
 
@@ -87,12 +87,14 @@ def relay_parts(shape: Column, item: Column, ranks: Column, senders: Column, sho
 
 
 def _cuts(group: Column, begin: Column, end: Column, row: Column, members: int, shortest_cut: int) -> Column:
-    """Return the ascending byte offsets at which the groups' lines, laid end to end, are cut into intervals.
+    """Return the byte offsets at which lines of boxes are cut into intervals, ascending.
+
+    The boxes of a group, laid end to end, are a line. Lines are laid end to end too, and offsets count from the first.
 
     Args:
-        group: Number of each box's group, ascending; each group is a line, int64 (boxes,).
+        group: Number of each box's group, ascending, int64 (boxes,).
         begin: Offset of each box's first byte, int64 (boxes,).
-        end: Offset one past its last byte, int64 (boxes,).
+        end: Offset after each box's last byte, int64 (boxes,).
         row: Granularity of each box's cuts in bytes; 0 for a box that must stay whole, int64 (boxes,).
         members: Number of intervals in each line.
         shortest_cut: Lower bound of the size of a cut box's parts, in bytes.
@@ -106,14 +108,14 @@ def _cuts(group: Column, begin: Column, end: Column, row: Column, members: int, 
 
 
 def _assign(intervals: Column, ranks: Column) -> Column:
-    """Return the member that gets each interval, so that each rank gets about as much over all groups of its ranks.
+    """Return the rank that gets each interval, as an index into its group's `ranks`, int64 (groups, members).
 
-    In each group, the longest interval goes to the rank with the fewest bytes so far. So the ranks' totals never differ
-    by more than the longest and the shortest interval of one group do.
+    In each group, the longest interval goes to the rank with the fewest bytes so far, counted over all groups of the
+    same ranks. The totals of these ranks then differ at most as much as two intervals of one group.
 
     Args:
-        intervals: Sizes of the intervals in bytes, int64 (groups, members).
-        ranks: Ranks of each group, int64 (groups, members).
+        intervals: Sizes of each group's intervals in bytes, int64 (groups, members).
+        ranks: Ranks that want each group's boxes, int64 (groups, members).
     """
     number, sets = row_numbers(ranks.T)
     load, member = np.zeros((sets, ranks.shape[1]), dtype=np.int64), np.empty_like(intervals)
@@ -125,13 +127,14 @@ def _assign(intervals: Column, ranks: Column) -> Column:
 
 
 def with_relays(plan: ReshardPlan, *, shortest_cut: int = SHORTEST_CUT) -> ReshardPlan:
-    """Return a plan in which elements that several ranks lack leave the ranks that have them only once.
+    """Return a plan in which sources send each element only once, even if several ranks want it.
 
     The elements that k ranks lack are divided into k parts: each rank receives one part from the sources (hop 0), and
     passes it on to the k - 1 others (hop 1). So each rank receives as many bytes as before, a k-th of them from the
     sources, and sends its part k - 1 times. A source that sent a box to n of the k ranks sends n / k of the box. In
     total no more bytes move. Elements that one rank wants move as before. Boxes that overlap and differ are cut, so
-    that their common elements are a box of their own. Parts are equal up to an index of an axis, or to `shortest_cut`.
+    that their common elements are a separate box. Parts are only about equal: a box is cut between two indices of its
+    longest axis, and into parts of at least `shortest_cut` bytes.
 
     Args:
         plan: Plan without relays.
@@ -170,7 +173,14 @@ def with_relays(plan: ReshardPlan, *, shortest_cut: int = SHORTEST_CUT) -> Resha
 
 
 def _wanted_by_several(number: Column, to_rank: Column) -> Column:
-    """Return the rows of boxes that several ranks want, by number, then rank; of a rank's equal boxes, the first."""
+    """Return the rows of boxes that several ranks want, ordered by box number, then rank.
+
+    If one rank wants a box several times, only the first of these rows is returned.
+
+    Args:
+        number: Number of each row's box, the same for equal boxes, int64 (rows,).
+        to_rank: Rank that wants each row's box, int64 (rows,).
+    """
     order = np.lexsort((to_rank, number))
     first = order[np.any(np.diff(np.stack([number, to_rank])[:, order], prepend=-1) != 0, axis=0)]
     ranks = np.bincount(number[first])
@@ -178,12 +188,13 @@ def _wanted_by_several(number: Column, to_rank: Column) -> Column:
 
 
 def _relay_routes(plan: ReshardPlan, pieces: Routes, number: Column, shortest_cut: int) -> list[Routes]:
-    """Return the routes that bring equal pieces to all ranks that want them, in two hops.
+    """Return the routes that bring boxes, in two hops, to the ranks that want them.
 
     Args:
         plan: Plan without relays.
-        pieces: Routes without relays of the boxes that several ranks want, ordered by number, then rank.
-        number: Number of each piece's box, the same for equal boxes, int64 (pieces,).
+        pieces: Direct routes in `plan` of these boxes, one to each rank that wants a box, ordered by `number`, then by
+            receiving rank.
+        number: Number of each route's box, the same for equal boxes, int64 (pieces,).
         shortest_cut: Lower bound of the size of a cut box's parts, in bytes.
     """
     _, first, count = np.unique(number, return_index=True, return_counts=True)
@@ -199,13 +210,16 @@ def _relay_routes(plan: ReshardPlan, pieces: Routes, number: Column, shortest_cu
 
 
 def _both_hops(pieces: Routes, member: Column, parts: Parts) -> list[Routes]:
-    """Return the routes of each part to the rank that passes it on, and from there to the others.
+    """Return the routes of parts in two hops: from the source to one rank, and from this rank to the others.
 
     Args:
-        pieces: Routes without relays of the boxes that are divided into parts.
-        member: Rows in `pieces` of the routes that contain each part, one for each rank that wants it, int64 (parts,
+        pieces: Direct routes of the boxes that are divided into parts.
+        member: Rows in `pieces` of the direct routes of each part's box, one to each rank that wants it, int64 (parts,
             members).
-        parts: Parts of these boxes.
+        parts: Parts of the boxes.
+
+    Returns:
+        The routes of the first hop; then those of the second hop, one `Routes` for each of the other ranks.
     """
     row = np.arange(len(member))
     first = rows_of(pieces, member[row, parts.member])
@@ -220,7 +234,7 @@ def _both_hops(pieces: Routes, member: Column, parts: Parts) -> list[Routes]:
 
 
 def _order_local_copies(transfers: Transfers) -> Transfers:
-    """Return the transfers, with each copy out of a target shard after everything that the shard receives."""
+    """Return the transfers in an order in which a rank copies out of a target shard only after the shard is filled."""
     own = (transfers.from_rank == transfers.to_rank) & (transfers.hop > 0)
     if not own.any():
         return transfers

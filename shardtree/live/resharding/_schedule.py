@@ -21,7 +21,7 @@ _WAVES = 8
 
 
 def priorities(transfers: Transfers) -> tuple[Column, Column]:
-    """Return each transfer's priority, and the last priority that must have reached its sender before it.
+    """Return the priority of each transfer, and the priority of the transfers that its sender must await.
 
     Args:
         transfers: Transfers between ranks, ordered as in a plan.
@@ -47,7 +47,9 @@ def priorities(transfers: Transfers) -> tuple[Column, Column]:
 
 
 def _waves(rank: Column, nbytes: Column) -> Column:
-    """Return each transfer's wave: the eighth (0 to 7) of the bytes to its receiver in which it begins.
+    """Return the number of each transfer's wave, 0 to 7, which contains its first byte.
+
+    All bytes to one receiver, in the order of its transfers, are divided into eight equal waves.
 
     Args:
         rank: Receiver of each transfer, ascending, int64 (transfers,).
@@ -122,10 +124,10 @@ def schedule_transfers(
 ) -> Schedule:
     """Return transfers in steps in which each rank sends and receives, together, a bounded number of bytes.
 
-    Transfers are cut, between elements, where that helps. Every rank computes the same schedule. Relayed bytes leave in
-    later steps than they arrive in, and no two ranks that both have room left have data ready for each other.
+    Transfers may be cut between elements. Every rank computes the same schedule. Relayed bytes leave a rank in a later
+    step than they reach it. Ready data waits for a later step only if its sender or receiver has no room left.
 
-    This bounds the number of steps. Let L be the largest total of bytes that one rank sends and receives, and R the
+    This rule bounds the number of steps. Let L be the largest total of bytes that a rank sends and receives, and R the
     fewest bytes that fill a rank's step: ``max_bytes_in_flight`` less the largest element, plus 1. There are at most
     ``1 + 2 L / R`` steps, or ``2 + 3 L / R`` with relays. No schedule has fewer than ``L / max_bytes_in_flight``; on
     random plans this one has as many as that, rounded up, or one or two more.
@@ -163,7 +165,7 @@ def schedule_transfers(
 
 
 def _check_bound(value: Any, largest: int) -> int:
-    """Return the bound, after checking that every element fits."""
+    """Return the value of `max_bytes_in_flight`, after checking that an element of `largest` bytes fits into a step."""
     what, field = "schedule", "max_bytes_in_flight"
     most = integer(what, field, value)
     if most < largest:
@@ -182,9 +184,9 @@ def _pieces(
     pair: Column,
     amount: Column,
 ) -> Schedule:
-    """Return the schedule: transfers, cut into pieces where the bytes that a pair of ranks moves in a step end.
+    """Return the schedule, in which a transfer that takes several steps is cut into a piece for each step.
 
-    `moving` has the transfers' rows in the order of `pairs`; `step`, `pair` and `amount` are from `pair_steps`.
+    `moving` has the rows of transfers in the order of `pairs`; `pair_steps` returns `step`, `pair` and `amount`.
     """
     in_turn = np.lexsort((step, pair))
     end, chunk_end = np.cumsum(transfers.nbytes[moving]), np.cumsum(amount[in_turn])
@@ -208,9 +210,6 @@ def _pieces(
     )
 
 
-# The bytes that each pair of ranks moves in each step.
-
-
 # Amounts that pass two places each, through places with limited room.
 
 
@@ -218,9 +217,9 @@ def fill(amount: Column, one: Column, other: Column, room: Column, item: Column)
     """Return the part of each amount that fits at both of its places; earlier amounts take precedence.
 
     A place stands for a rank, or for a rank as sender or receiver, and has limited room. The result is that of a loop
-    that takes as many items of each amount as still fit at both places. Each round takes all amounts that surely fit,
-    because all before them do too, and then those that are the first at both of their places. So a few rounds do the
-    work of the loop.
+    over the amounts, which takes as many items of each amount as still fit at both places. Here, a few rounds do the
+    work of the loop. A round takes every amount that fits at both of its places together with all earlier amounts
+    there. It also takes, as far as it fits, every amount that is the first at both of its places.
 
     Args:
         amount: Bytes to move, multiples of `item`, the most important first, int64 (amounts,).
@@ -255,7 +254,10 @@ def fill(amount: Column, one: Column, other: Column, room: Column, item: Column)
 
 
 def _running_sums(ends: Column, amount: Column) -> Column:
-    """Return the sum of the amounts up to and including each one at its two places `ends`, int64 (amounts, 2)."""
+    """Return, for both places of each amount, the sum of all amounts there up to and including this one.
+
+    `ends` has the two places of each amount, int64 (amounts, 2); the result has the same shape.
+    """
     place = ends.ravel()
     order = np.argsort(place, kind="stable")
     total = np.cumsum(np.repeat(amount, 2)[order])
@@ -267,7 +269,10 @@ def _running_sums(ends: Column, amount: Column) -> Column:
 
 
 def _first(ends: Column, places: int) -> Mask:
-    """Return a mask of the amounts that are the first at both of their places; `ends` has two places per amount."""
+    """Return a mask of the amounts that no other amount precedes at either of their two places.
+
+    `ends` has the two places of each amount, int64 (amounts, 2), and `places` is the number of places.
+    """
     number = np.arange(len(ends))
     first = np.full(places, len(ends))
     np.minimum.at(first, ends[:, 0], number)
@@ -282,15 +287,15 @@ def _use(room: Column, ends: Column, amount: Column) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankPairs:
-    """The bytes that ranks have for each other, with a row for each sender, receiver, priority and `needs`.
+    """The bytes that ranks send to each other: a row for each distinct sender, receiver, priority and `needs`.
 
     Attributes:
-        priority: Priority; lower ones go earlier, int64 (pairs,).
+        priority: Priority of the bytes; lower ones go earlier, int64 (pairs,).
         needs: Priority up to which all transfers to the sender must have arrived, int64 (pairs,).
-        one: Sender, in [0, ranks), int64 (pairs,).
-        other: Receiver, in [0, ranks), int64 (pairs,).
-        nbytes: Size in bytes, int64 (pairs,).
-        item: Largest element among them, in bytes, int64 (pairs,).
+        one: Index of the sender, in [0, ranks), int64 (pairs,).
+        other: Index of the receiver, in [0, ranks), int64 (pairs,).
+        nbytes: Number of bytes, int64 (pairs,).
+        item: Size of the largest tensor element among the bytes, int64 (pairs,).
         ranks: Number of ranks.
     """
 
@@ -304,11 +309,11 @@ class RankPairs:
 
     @property
     def distance(self) -> Column:
-        """Distance from sender to receiver, if senders and receivers are numbered round one circle, int64 (pairs,).
+        """Number of the receiver minus that of the sender, modulo the larger of their counts, int64 (pairs,).
 
-        So pairs with one distance share no sender and no receiver; pairs that relay have a circle of their own. If
-        equally many senders and receivers all have bytes for each other, as trainers for engines, the pairs of any
-        one distance include every rank.
+        Senders and receivers are numbered separately; pairs that relay are numbered apart. Pairs with the same
+        distance share no sender and no receiver. If each of k senders has bytes for each of k receivers, the pairs with
+        a given distance include all of these ranks.
         """
         distance = np.zeros_like(self.one)
         for mask in (self.needs < 0, self.needs >= 0):
@@ -321,10 +326,11 @@ class RankPairs:
 def pair_steps(pairs: RankPairs, room: int) -> tuple[Column, Column, Column]:
     """Return the bytes of each pair that move in each step, so that no rank exceeds its room.
 
-    Each step goes through the pairs that are ready, and takes as many bytes of each as fit. Lower priorities come
-    first; then pairs whose ranks need the most further steps; then lower distances, so that different senders have
-    different receivers in a step. A rank that both sends and receives divides its room in proportion to the bytes left
-    in each direction. A second pass takes everything that still fits.
+    A pair is ready if its sender has received all that it needs. Each step goes through the ready pairs, and takes as
+    many bytes of each as fit. Lower priorities come first; then pairs whose ranks need the most further steps; then
+    lower `RankPairs.distance`, so that different senders have different receivers in a step. A rank that both sends and
+    receives divides its room in proportion to the bytes left in each direction. A second pass takes everything that
+    still fits.
 
     Args:
         pairs: Bytes to move.
@@ -351,7 +357,10 @@ def pair_steps(pairs: RankPairs, room: int) -> tuple[Column, Column, Column]:
 
 
 def _one_step(pairs: RankPairs, distance: Column, left: Column, room: int) -> Column:
-    """Return the bytes of each pair that move in the next step."""
+    """Return the bytes of each pair that move in the next step, int64 (pairs,).
+
+    `distance` is that of `pairs`; `left` has the bytes that each pair must still move; `room` is a rank's limit.
+    """
     rows = _ready(pairs, left)
     sender, receiver, item, amount = pairs.one[rows], pairs.other[rows], pairs.item[rows], left[rows]
     sends, gets = group_sums(sender, amount, pairs.ranks), group_sums(receiver, amount, pairs.ranks)
@@ -385,7 +394,7 @@ def _ready(pairs: RankPairs, left: Column) -> Column:
 
 
 def _order(pairs: RankPairs, distance: Column, left: Column, room: int, rows: Column) -> Column:
-    """Return the order in which a step goes through the ready pairs `rows`, as `pair_steps` describes."""
+    """Return indices that sort the pairs at `rows` by priority, `needs`, most steps ahead, distance and sender."""
     load = group_sums(pairs.one, left, pairs.ranks) + group_sums(pairs.other, left, pairs.ranks)
     urgent = -(-(load[pairs.one[rows]] + load[pairs.other[rows]]) // room)
     return np.lexsort((pairs.one[rows], distance[rows], -urgent, pairs.needs[rows], pairs.priority[rows]))

@@ -94,7 +94,7 @@ def cast_text(before: torch.dtype, after: torch.dtype) -> str:
 
 
 def steps_table(step: Column, from_rank: Column, to_rank: Column, nbytes: Column) -> list[str]:
-    """Return the lines of a table: for each step its bytes, and the rank that sends and receives the most.
+    """Return the lines of a table: each step's bytes, and the rank with the largest sum of sent and received bytes.
 
     At most 32 steps are listed. The arguments are columns of a `Schedule`.
 
@@ -194,7 +194,9 @@ def _row(one: Origin) -> tuple[str, ...]:
 
 
 def names_of_tensors(trees: Iterable[tuple[Any, Any]]) -> dict[str, tuple[str, ...]]:
-    """Return the keys of tensors by their other names: the tensors' paths in trees, and the keys of factories.
+    """Return the keys of tensors by other names: paths in the trees, and keys of factories.
+
+    A name has several keys if a factory builds several tensors, for example.
 
     Args:
         trees: A pair for each rank: its tree, and the result of `apply_factories` on it.
@@ -227,13 +229,13 @@ def tensor_origins(
     names: Mapping[str, tuple[str, ...]],
     casts: Mapping[str, tuple[torch.dtype, torch.dtype]],
 ) -> Provenance:
-    """Return the origins of one tensor's bytes, or of all tensors that are stored under one name.
+    """Return the origins of a tensor's bytes, or of the bytes of all tensors that a factory builds.
 
     Args:
         target: Shards of all ranks after the resharding.
         transfers: All transfers of the plan.
-        name: Key of the tensor, or one of `names`.
-        names: Keys of tensors by their other names, from `names_of_tensors`.
+        name: Key of a tensor, or a name in `names`.
+        names: Keys of tensors by other names (paths in the target's trees, keys of factories).
         casts: Dtypes before and after of tensors that are cast, by key.
 
     Raises:

@@ -57,12 +57,14 @@ class Transfers:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Routes:
-    """Boxes with the shards that send and receive them; all else about a transfer follows from these.
+    """Boxes with the shards that send and receive them, one per row. `as_transfers` computes the rest.
 
     Attributes:
-        hop: Hop of each route, int64 (routes,).
-        source: Row in the plan's `source`, or in its `target` at hop 1 and later, int64 (routes,).
-        target: Row in the plan's `target`, int64 (routes,).
+        hop: 0 if the box comes from a source shard; 1 or more if a target shard passes it on after it has received it,
+            int64 (routes,).
+        source: Row of the sending shard: in the plan's `source` at hop 0, in its `target` at later hops, int64
+            (routes,).
+        target: Row of the receiving shard in the plan's `target`, int64 (routes,).
         offset: Offset of the box in the global tensor, int64 (routes, axes).
         shape: Shape of the box, int64 (routes, axes).
     """
@@ -75,7 +77,7 @@ class Routes:
 
 
 def as_transfers(source: ShardColumns, target: ShardColumns, routes: Routes) -> Transfers:
-    """Return routes as transfers, sorted by hop, to_rank, target and offset.
+    """Return the transfers of routes, with ranks, sizes and strides; sorted by hop, to_rank, target and offset.
 
     Args:
         source: Shards of all ranks before the resharding, with as many axes as the target.
@@ -106,7 +108,9 @@ def as_transfers(source: ShardColumns, target: ShardColumns, routes: Routes) -> 
 
 
 def sending_shards(source: ShardColumns, target: ShardColumns, hop: Column, row: Column) -> ShardColumns:
-    """Return the sending shard of each transfer: a source shard at hop 0, a target shard at later hops.
+    """Return the sending shard of each transfer.
+
+    At hop 0, it is a source shard. At later hops, it is a target shard, which passes on what it has received.
 
     Args:
         source: Shards of all ranks before the resharding, with as many axes as the target.

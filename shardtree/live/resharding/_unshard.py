@@ -247,7 +247,10 @@ def _objects(objects: Sequence[ShardedObject], rules: Mapping[str, ObjectRule] |
 
 
 def _factory_slot(part: Any) -> Any:
-    """Return one slot if all that a factory built has one key; otherwise its tree, with slots in place of shards."""
+    """Return the tree that a factory built, with a `_Slot` in place of each shard and object.
+
+    If the leaves are shards of a single key, one `_Slot` is returned instead of the tree.
+    """
     slots = map_shards(_slot, part)
     leaves = [leaf for _, leaf in leaves_with_paths(slots)]
     kinds = {leaf for leaf in leaves if isinstance(leaf, _Slot)}
@@ -255,12 +258,12 @@ def _factory_slot(part: Any) -> Any:
 
 
 def _slot(leaf: Any) -> Any:
-    """Return the slot for the global value of a shard or sharded object; other leaves unchanged."""
+    """Return the `_Slot` for the global value of a shard or sharded object; other leaves unchanged."""
     return _Slot(leaf.key, isinstance(leaf, ShardedTensor)) if isinstance(leaf, ShardedBase) else leaf
 
 
 def _join_slots(trees: Iterable[Any]) -> Any:
-    """Return all ranks' trees of slots, merged into one tree."""
+    """Return the trees of all ranks merged into one, in which a `_Slot` stands for each shard or object."""
     whole: Any = HOLE
     leaves: dict[TreePath, Any] = {}
     for tree in trees:

@@ -183,14 +183,14 @@ def flat_shards(
         slices: The rank's slice of each bucket, of any dtype: main parameters, or one kind of state.
         parameters: Box shards or factories for which the buffer was planned, by name; other names are ignored.
         prefix: Prefix of the keys, joined by a dot, such as "optimizer.state.exp_avg".
-        replica_id: Function from a parameter's replica id to that of its ranges. Data-parallel ranks hold copies of a
-            parameter, but different ranges, so the data-parallel number of the replica id must become 0. By default,
-            the last number of a tuple becomes 0, as in Megatron-Core (pipeline, tensor, data parallel); 0 alone stays,
-            and any other single number is an error. If the replica ids don't count data-parallel ranks, pass
-            ``lambda replica: replica``.
+        replica_id: Function from a parameter's replica id to the replica id of its ranges. Data-parallel ranks hold
+            copies of a parameter, but different ranges of it. So the data-parallel index in the replica id must become
+            0. By default, the last index of a tuple becomes 0, as in Megatron-Core, whose tuples are (pipeline, tensor,
+            data parallel); a replica id that is a single int must be 0 already. If the replica ids have no
+            data-parallel index, pass ``lambda replica: replica``.
 
     Raises:
-        MetadataError: There is no such rank, or it is unknown which number of a replica id is the data-parallel one.
+        MetadataError: There is no such rank; or `replica_id` is None, and a replica id is a single int that isn't 0.
         KeyMismatch: Some parameters are missing.
         ShapeError: The number, length or dtype of slices is wrong, or parameters have another shape.
 
@@ -225,10 +225,10 @@ def flat_targets(
         parameters: Box shards or factories for which the buffer was planned, by name; other names are ignored.
         dtype: Dtype of the state.
         prefix: Prefix of the keys, joined by a dot, such as "optimizer.state.exp_avg".
-        replica_id: Function from a parameter's replica id to that of its ranges, as for `flat_shards`.
+        replica_id: Function from a parameter's replica id to the replica id of its ranges, as for `flat_shards`.
 
     Raises:
-        MetadataError: There is no such rank, or it is unknown which number of a replica id is the data-parallel one.
+        MetadataError: There is no such rank; or `replica_id` is None, and a replica id is a single int that isn't 0.
         KeyMismatch: Some parameters are missing.
         ShapeError: Parameters have another shape.
 

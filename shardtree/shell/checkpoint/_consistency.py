@@ -35,7 +35,8 @@ class KnownLayout:
 
     Attributes:
         columns: All ranks' shards, one row each, sorted by rank, key, offset, shape and flat range.
-        order: Index in this rank's tree of the shard in each row of this rank, int64 (shards of this rank,).
+        order: For each of this rank's rows in `columns`, the index of the row's shard among the shards of this rank's
+            tree, int64 (shards of this rank,).
         digest: Hash of the columns; the order in which the caller passed the rows has no influence.
     """
 
@@ -175,7 +176,14 @@ def describe(
 
 
 def brief(description: LayoutDescription | None, ranks: int) -> LayoutDescription | None:
-    """Return a rank's description as first sent: without its table of keys if that is long; `complete` sends it."""
+    """Return the message that a rank sends first: its description, without the table of keys if this table is long.
+
+    `complete` sends the table later.
+
+    Args:
+        description: The rank's description; None if it sends none.
+        ranks: Number of ranks. With more ranks, shorter tables count as long.
+    """
     if description is None or isinstance(description.columns, ShardColumns):
         return description
     return replace(description, columns=without_long_table(description.columns, ranks))
@@ -184,14 +192,14 @@ def brief(description: LayoutDescription | None, ranks: int) -> LayoutDescriptio
 def complete(
     world: World, own: LayoutDescription | None, descriptions: Sequence[LayoutDescription | None]
 ) -> list[LayoutDescription | None]:
-    """Return all ranks' descriptions, with the tables of keys that `brief` omitted.
+    """Return all ranks' descriptions, each with its table of keys.
 
-    This takes one all-gather if a table was omitted, otherwise none.
+    If `brief` has omitted tables, they are sent now, by one all-gather. Otherwise nothing is sent.
 
     Args:
         world: Ranks that take part.
         own: This rank's complete description.
-        descriptions: Descriptions as they were sent, by rank; None for a rank that sent none.
+        descriptions: Results of `brief` on all ranks, by rank; None for a rank that sent none.
     """
     parts = [description for description in descriptions if description is not None]
     messages = [part.columns for part in parts if not isinstance(part.columns, ShardColumns)]
@@ -292,7 +300,7 @@ def unions_of(fields: Mapping[str, Any]) -> United:
         fields: Fields of metadata.json.
 
     Returns:
-        A mapping from the path of each such dict in the common state to the keys that all ranks had; empty if
+        A mapping from the path of each such dict in the common state to the keys that every rank had in it; empty if
         metadata.json has no such field.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Resolution of the strategies that a caller chose to formats and functions, and checks of options."""
+"""Formats and functions for the strategies that a caller chose, and checks of options."""
 
 from __future__ import annotations
 
@@ -185,10 +185,11 @@ _ALIKE = {
 
 
 def alike(options: object, doing: str = "") -> dict[str, object]:
-    """Return the values, by name, of the options that ranks compare with each other, without default values.
+    """Return the options that must be equal on all ranks and that differ from their defaults, by name.
 
     Args:
-        options: Options of a save or a load. The result is empty for other classes, which are refused elsewhere.
+        options: Options of a save or a load. For an object of another class, which `check_options` refuses, the result
+            is empty.
         doing: Prefix of the names in the result.
 
     Examples:
@@ -207,7 +208,10 @@ def alike(options: object, doing: str = "") -> dict[str, object]:
 
 
 def alike_choices(sharded: Choice, common: Choice) -> dict[str, object]:
-    """Return the chosen strategies by argument name, for a comparison between ranks, without default values."""
+    """Return the chosen strategies that differ from the defaults, by argument name, as values that ranks can compare.
+
+    All functions are replaced by one text, since a function's repr differs between processes.
+    """
     usual = (DEFAULT_BACKEND, DEFAULT_BACKEND[0])
     choices = {"sharded_strategy": None if sharded in usual else sharded, "common_strategy": common}
     # A function has another repr in each process.

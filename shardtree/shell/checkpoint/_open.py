@@ -91,7 +91,7 @@ def traits_together(fields: Fields, decided_by: tuple[str, ...], strategies: Str
 
     Args:
         fields: Fields of metadata.json.
-        decided_by: Patterns of all formats' deciding files, from `deciding_files`.
+        decided_by: Name patterns of the files that make a folder a checkpoint, from `deciding_files`.
         strategies: Dispatch table; None for the process's.
     """
     sharded = traits_of(*sharded_backend(fields), strategies)
@@ -312,13 +312,13 @@ def open_together(
 
 
 def parse_together(checkpoint: Checkpoint, choice: Choice, strategies: Strategies | None) -> Checkpoint:
-    """Return the checkpoint with its metadata, which rank 0 parses and sends to all ranks.
+    """Return the checkpoint with its metadata, which rank 0 parses and sends to all ranks; collective.
 
-    This is done, and collective, only for several ranks and a format with a PARSE row. Otherwise the checkpoint is
-    returned unchanged.
+    For a single rank, or a format without a PARSE row in the dispatch table, the checkpoint is returned unchanged, and
+    nothing is sent.
 
     Args:
-        checkpoint: Checkpoint that this rank has opened, with rank 0's fields.
+        checkpoint: Checkpoint that this rank has opened, with the fields of metadata.json that rank 0 has read.
         choice: The caller's strategy for the shards; for a function nothing is parsed, since it may not need metadata.
         strategies: Dispatch table; None for the process's.
     """
@@ -343,9 +343,9 @@ def open_alone(
 ) -> Checkpoint:
     """Open a checkpoint on this rank, before ranks communicate, and return it; only rank 0 reads metadata.json.
 
-    Other ranks may see a change on network storage later, so they get rank 0's fields from `with_opening`. A checkpoint
-    that is open with the same options is not opened again, and keeps its parsed metadata. Errors name one of
-    `OPEN_STEPS`.
+    `with_opening` later gives rank 0's fields to all other ranks, since a rank may still see an older file on network
+    storage. A checkpoint that is open with the same options is not opened again, and keeps its parsed metadata. Errors
+    name the step that failed, one of `OPEN_STEPS`.
 
     Raises:
         NotACheckpoint: the directory holds no finished checkpoint.

@@ -39,12 +39,13 @@ _LEVEL = 1
 
 @dataclass(frozen=True, slots=True)
 class PackedColumns:
-    """A rank's columns as bytes.
+    """A rank's columns as bytes: a table of the shards, and a list of their distinct places.
 
     Attributes:
         rank: The rank.
-        digest: Hash of the table.
-        table: Keys, their kinds, and the numbers of each shard's key and place; None until it is sent.
+        digest: Hash of `table`.
+        table: Keys, their kinds (dtype and shape), and for each shard an index into the keys and an index into
+            `places`; None until it is sent.
         places: Distinct places of shards (box, flat range, main replica or not), in the order of first occurrence.
     """
 
@@ -55,7 +56,7 @@ class PackedColumns:
 
 
 def pack_columns(columns: ShardColumns, rank: int) -> PackedColumns:
-    """Return a rank's columns in packed form, with their table.
+    """Return a rank's columns in packed form, including `table`.
 
     Examples:
         >>> import torch, shardtree as st
@@ -73,7 +74,11 @@ def pack_columns(columns: ShardColumns, rank: int) -> PackedColumns:
 
 
 def _places(columns: ShardColumns) -> tuple[Column, Column]:
-    """Return the number of each shard's place, and the index of the first shard in each place."""
+    """Number the distinct places of shards: combinations of box, flat range, and main replica or not.
+
+    Returns:
+        For each shard, the number of its place; and for each place, the index of its first shard.
+    """
     boxes = (*columns.offset.T, *columns.shape.T)
     number, _ = row_numbers((*boxes, columns.start, columns.stop, columns.main.astype(np.int64)))
     order = np.argsort(number, kind="stable")
@@ -85,7 +90,7 @@ def _places(columns: ShardColumns) -> tuple[Column, Column]:
 
 
 def unpack_columns(parts: Sequence[PackedColumns]) -> list[ShardColumns]:
-    """Return the columns of packed messages, all with their tables; columns with equal tables share keys and kinds.
+    """Return the columns of packed messages that have their tables; columns with equal tables share keys and kinds.
 
     Examples:
         >>> import torch, shardtree as st
@@ -106,6 +111,8 @@ def _unpack_each(parts: Sequence[PackedColumns]) -> Iterator[ShardColumns]:
 @dataclass(slots=True, eq=False)
 class AlikeColumns:
     """Packed columns of many ranks; columns that are equal on several ranks are stored once.
+
+    These distinct columns are numbered from 0, in the order in which they were added.
 
     Attributes:
         ranks: Mapping from the packed columns to the ranks that have them, in ascending order.
@@ -132,20 +139,20 @@ class AlikeColumns:
         self.ranks.setdefault(part, []).append(rank)
 
     def __iter__(self) -> Iterator[tuple[ShardColumns, list[int]]]:
-        """Yield (columns, ranks) for the distinct columns, which are unpacked one at a time.
+        """Yield (columns, ranks) for each of the distinct columns, which are unpacked one at a time.
 
-        The columns' own `rank` isn't one of the ranks, but counts the distinct columns: 0, 1, 2 and so on.
+        The attribute `columns.rank` has no rank: it holds the number of the distinct columns.
         """
         parts = [replace(part, rank=number) for number, part in enumerate(self.ranks)]
         return zip(_unpack_each(parts), self.ranks.values(), strict=True)
 
     @property
     def alike(self) -> list[Column]:
-        """The ranks that have each of the distinct columns, as one int64 array for each, as `plan_reads` takes them."""
+        """For each of the distinct columns, an int64 array of the ranks that have them; the `alike` of `plan_reads`."""
         return [np.array(ranks, dtype=np.int64) for ranks in self.ranks.values()]
 
     def join(self) -> ShardColumns:
-        """Return the distinct columns joined into one; their `rank` is the number of the distinct columns, not a rank.
+        """Return the distinct columns, joined; each row's `rank` is the number of the columns from which the row comes.
 
         Raises:
             IntegrityError: ranks differ about a key's global shape, dtype or prepended axes.
@@ -200,7 +207,7 @@ def _from_bytes(content: bytes) -> tuple[Any, list[Any]]:
 
 
 def without_long_table(part: PackedColumns, ranks: int) -> PackedColumns:
-    """Return a rank's first message: packed columns, without the table if it is long.
+    """Return the message that a rank sends first: its packed columns, without `table` if that is long.
 
     A table is long if tables of this length from all ranks would exceed 1 MiB together. `send_tables` sends it later.
 
@@ -214,9 +221,9 @@ def without_long_table(part: PackedColumns, ranks: int) -> PackedColumns:
 
 
 def send_tables(world: World, own: PackedColumns, parts: Sequence[PackedColumns]) -> list[PackedColumns]:
-    """Return all ranks' messages with the tables that `without_long_table` omitted.
+    """Return all ranks' messages, each with its table.
 
-    This takes one all-gather if a table was omitted, otherwise none.
+    If `without_long_table` has omitted tables, they are sent now, by one all-gather. Otherwise nothing is sent.
 
     Args:
         world: Ranks that take part.

@@ -78,7 +78,7 @@ def touched_units(begin: Column, end: Column, length: int, unit: int) -> Flags:
 
 
 def missing(begin: Column, end: Column, length: int) -> Column:
-    """Return, for each block of a file, the number of its bytes that no span covers.
+    """Return the number of uncovered bytes in each block of a file; a byte is covered if it lies in a span.
 
     Args:
         begin: First byte of each span, ascending, int64 (spans,); spans may overlap.
@@ -98,15 +98,17 @@ def missing(begin: Column, end: Column, length: int) -> Column:
 
 
 def covered_bytes(begin: Column, end: Column, edges: Column) -> Column:
-    """Return, for each of several offsets in a file, the number of earlier bytes that any span covers.
+    """Return the number of covered bytes before each given offset of a file.
+
+    A byte is covered if it lies in at least one of the spans.
 
     Args:
         begin: First byte of each span, ascending, int64 (spans,); spans may overlap.
         end: One past the last byte of each span, int64 (spans,).
-        edges: Offsets in the file, int64 (edges,).
+        edges: Offsets in the file, such as the boundaries of blocks, int64 (edges,).
 
     Returns:
-        Numbers of bytes, int64 (edges,).
+        Number of covered bytes between the beginning of the file and each offset, int64 (edges,).
 
     Examples:
         >>> covered_bytes(np.array([10, 15]), np.array([20, 30]), np.array([10, 16, 99])).tolist()
@@ -139,7 +141,7 @@ NEARLY_WHOLE_BYTES = 64 * 1024
 def run_blocks(begin: int, end: int, length: int, verify: Verify) -> range:
     """Return the blocks that are checked if a load reads a single contiguous run of a file with block hashes.
 
-    `requests_of` would check the same blocks.
+    This is a shortcut for load plans of one run; `requests_of` determines the same blocks, for all plans.
 
     Args:
         begin: First byte of the run.
@@ -174,7 +176,12 @@ def block_spans(blocks: Flags, length: int) -> tuple[Column, Column]:
 
 
 def checks_all(length: int, verify: Verify) -> bool:
-    """Return whether a check covers every touched block of a file of `length` bytes, not only nearly whole ones."""
+    """Return whether a load checks every block that it touches in a file, not only blocks that it reads nearly whole.
+
+    Args:
+        length: Length of the file, in bytes. In a small file, every touched block is checked.
+        verify: Choice of the blocks to check: "whole" or "all", as `Verify` explains.
+    """
     return verify == "all" or length <= _SMALL_FILE_BYTES
 
 

@@ -65,7 +65,7 @@ class _Block(NamedTuple):
 
 
 def pageable(nbytes: int) -> torch.Tensor:
-    """Return new pageable memory, which is the kind "cpu" in `HostMemory`, as a uint8 tensor."""
+    """Return new pageable memory as a uint8 tensor; `HostMemory.lend` uses it for the kind "cpu"."""
     return empty_tensor(nbytes, dtype=torch.uint8)
 
 

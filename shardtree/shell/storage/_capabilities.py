@@ -53,7 +53,8 @@ class Capabilities:
             are on the medium already.
         is_link: ``(name)``: whether a name is a symbolic link.
         folder: ``(name)``: the storage of a subfolder, with the same abilities.
-        sibling: ``(name)``: the `Sibling` of the save of that name, beside this folder; it needn't exist yet.
+        sibling: ``(name)``: the `Sibling` of the save of that name: a folder beside this one, with which the save can
+            exchange this one. It needn't exist yet.
         siblings: ``()``: the sorted names of the saves that have made a sibling.
         locked: ``(folder="")``: a context manager that waits for a folder's lock and holds it. On one machine, only one
             thread of one process holds it at a time. The lock isn't reentrant, and ends with the process.
@@ -61,8 +62,9 @@ class Capabilities:
             (None: if there is no file), and return whether an answer confirms it. False means that the file has
             changed, or that no answer came: then it may have the new content, or still get it. The request isn't
             repeated.
-        mark: ``(name, data)``: create a file, and return whether the storage honours conditional requests. Some
-            servers ignore the condition: there, creating the file a second time succeeds.
+        mark: ``(name, data)``: create a file, and return whether the storage honours conditional requests. To find
+            out, the function may try to create the file a second time, on condition that there is none: servers that
+            ignore conditions let this succeed.
         entries: ``(folder="", *, deep=True)``: the `Entry` of each file in a folder and its subfolders, by relative
             name, in few requests. Without `deep`: of the files directly inside, and of folders, whose names end in
             ``/``.
@@ -77,7 +79,7 @@ class Capabilities:
         late_requests: Whether a request may be carried out after the process that sent it has ended.
         latency: Duration of the last small request, in seconds; None if there was none, 0 if reading takes no request.
         refusals: Requests that the file system refused and saves did without, such as syncing folders.
-        request_scale: Factor by which requests for long files are longer than usual.
+        request_scale: Factor on the usual number of bytes per request, for long files read or written in parts.
 
     Examples:
         >>> from shardtree.storage import LocalStorage
@@ -189,7 +191,7 @@ def write_parts(
 
 
 def make_folder(storage: Storage, name: str = "", *, durable: bool = True) -> None:
-    """Make a folder and its parents; does nothing where folders exist as soon as a file is in them."""
+    """Make a folder and its parents; does nothing if the storage has no empty folders."""
     if (make := can(storage).make_folder) is not None:
         make(name, durable=durable)
 
@@ -207,7 +209,7 @@ def is_folder(storage: Storage, name: str = "") -> bool:
 
 
 def remove_folder(storage: Storage, name: str) -> None:
-    """Remove an empty folder; does nothing where a folder vanishes with its last file."""
+    """Remove an empty folder; does nothing if the storage has no empty folders."""
     if (remove := can(storage).remove_folder) is not None:
         remove(name)
 

@@ -96,9 +96,10 @@ class ReadReport:
         blocks_checked: Number of blocks or byte ranges whose checksum was compared.
         blocks_unchecked: Number of blocks that were read only in part, were excluded from checks, or have no hash.
         files: Number of files opened.
-        left_out: Paths of stored plain values that aren't in the result. Either the target omits shards in their
-            list, tuple or class, or the common state is the union of the ranks' states and no rank's target names them.
-            For a load of all tensors without a target: names of the tensors that can't be read.
+        left_out: Paths of stored plain values that aren't in the result. Either the value is in a list, tuple or
+            instance of a class that can't be rebuilt, since the target omits shards in it; or the common state is a
+            union of the ranks' states, and no rank's target has the value's key. For a load of all tensors without a
+            target: names of the tensors that can't be read.
         unfilled: Paths of plain tensors of the target that aren't in the result, since nothing is stored for them.
         uncompared: Keys of optimizer states whose master weights weren't compared with the model's weights, because of
             ``verify=None``.
@@ -186,7 +187,13 @@ def wrong_length(file: StoredFile, length: int, path: str) -> CorruptCheckpoint:
 
 
 def damage_error(path: str, what: str, spans: Iterable[str]) -> CorruptCheckpoint:
-    """Return the error for a file whose content differs from the saved one."""
+    """Return the error for a file whose content differs from the saved one.
+
+    Args:
+        path: Path or URL of the file.
+        what: Description of the damage.
+        spans: Texts about the damaged byte ranges, such as "bytes 0 to 262144".
+    """
     fix = "The medium or a later program damaged it; load another checkpoint."
     return CorruptCheckpoint(error_text(f"load: {path!r} is damaged: {what}", offenders=spans, fix=fix))
 
@@ -200,7 +207,12 @@ def in_file_order(pieces: Strided) -> Strided:
 
 
 def of_file(rows: Rows, number: int) -> Rows:
-    """Return one file's rows of the columns of runs or strided pieces, which are sorted by file."""
+    """Return the runs, or strided pieces, of a single file.
+
+    Args:
+        rows: Columns of runs or strided pieces, sorted by file.
+        number: Number of the file.
+    """
     return rows_of(rows, slice(*np.searchsorted(rows.file, [number, number + 1]).tolist()))
 
 

@@ -278,6 +278,10 @@ def _wrong(check: Checks, sums: Sums) -> list[tuple[int, int]]:
 
 
 def _without(sums: Sums, check: Checks, spans: Sequence[tuple[int, int]]) -> Sums:
-    """Return the checksums, except those of blocks and parts of ranges that begin in the given spans."""
+    """Return a file's checksums without those for the given spans of the file.
+
+    `Sums` has a checksum for each block, or for each part of a byte range. It is dropped if that block or part begins
+    in one of the spans.
+    """
     unit = BLOCK_BYTES if check.file.ranges is None else 1
     return {at: value for at, value in sums.items() if not any(begin <= at * unit < end for begin, end in spans)}

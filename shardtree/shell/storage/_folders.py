@@ -133,9 +133,10 @@ def _absolute(path: str) -> str:
 
 
 def with_own_refusals(storage: Storage) -> Storage:
-    """Return a storage for one save; if it is local, it records the requests that the file system refuses to this save.
+    """Return a storage for a single save; if it is local, it has its own record of refused requests.
 
-    The save goes on without these requests, and reports them as `Refusal`s. Other storages are returned unchanged.
+    The file system may refuse, for example, to sync a folder or to change its owner. The save goes on without that, and
+    reports it as a `Refusal`. Storages that aren't local are returned unchanged.
 
     Examples:
         >>> with_own_refusals(storage_at("/runs/step_10"))

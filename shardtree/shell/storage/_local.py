@@ -49,7 +49,10 @@ class LocalStorage:
 
     @property
     def refusals(self) -> Refusals:
-        """The process's record of refused requests, except those of saves, which use `SavingStorage`."""
+        """The process's record of requests that a file system refused, such as syncing a folder (see `Refusal`).
+
+        A save to a `LocalStorage` has its own record instead, in a `SavingStorage`.
+        """
         return elsewhere
 
     @property

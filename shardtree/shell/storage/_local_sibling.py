@@ -66,7 +66,8 @@ _ELSEWHERE = "Save to a new folder, then remove the old one."
 class LocalSibling:
     """A temporary folder ``.<folder>.<name>`` beside a folder; its subfolder ``checkpoint`` will replace that folder.
 
-    Old files are those of the folder that is replaced.
+    The folder and the subfolder are exchanged. Old files are those of the replaced folder: before the exchange they are
+    at its path, afterwards in the subfolder. The new folder is the one with the save's files.
 
     Args:
         root: Path of the folder to replace; if it is a link, the link stays and its target is replaced.
@@ -99,7 +100,12 @@ class LocalSibling:
         return self.open_folder(self._inside(_FILES))
 
     def make(self, note: bytes, *, durable: bool) -> None:
-        """Make the folder with a note that identifies the saving process; raise if an exchange isn't possible here."""
+        """Make the temporary folder with a note that identifies the saving process.
+
+        Raises:
+            StrategyError: the file system can't exchange two folders, or the folder can't be replaced.
+            StorageError: the temporary folder can't be made.
+        """
         self._check_replaceable()
         with self._storage_errors("make a folder beside"):
             os.makedirs(self._folder, exist_ok=True)
@@ -120,7 +126,10 @@ class LocalSibling:
         return _read(self._inside(_OWNER))
 
     def is_exchanged(self) -> bool | None:
-        """Return whether the sibling holds the old files; None if they are being removed, or if that is unknown."""
+        """Return whether the exchange has happened, so that the subfolder ``checkpoint`` has the old files.
+
+        None means that this is unknown, for example since a removal has begun.
+        """
         if os.path.isdir(self._inside(_PROBE)):
             return False  # the save was interrupted in the trial exchange, before it wrote anything
         number = _read(self._inside(_INODE)) or b""
@@ -135,7 +144,10 @@ class LocalSibling:
         return max((time for time in times if time is not None), default=None)
 
     def old_names(self) -> tuple[str, ...]:
-        """Return the names of all old files, links and empty folders; names of empty folders end in a slash."""
+        """Return the names of all files, links and empty folders in the replaced folder.
+
+        Names of empty folders end in a slash.
+        """
         with self._storage_errors("list"):
             return tuple(sorted(_walk(self._old, "")))
 
@@ -159,7 +171,7 @@ class LocalSibling:
             raise StrategyError(error_text(heading, offenders=problems, fix=_ELSEWHERE))
 
     def share(self, names: Sequence[str], *, durable: bool) -> tuple[str, ...]:
-        """Hard-link old files into the new folder; return those of the names that other files already have there."""
+        """Hard-link old files into the new folder; return the names that are already taken there by different files."""
         # Files are linked rather than moved: the old folder stays complete until the exchange, and a file that a
         # program has open is the same file afterwards.
         conflicts, folders, new = [], set(), set[str]()
@@ -181,7 +193,7 @@ class LocalSibling:
         return tuple(conflicts)
 
     def exchange(self, *, durable: bool) -> None:
-        """Exchange the subfolder ``checkpoint`` and the folder to replace atomically."""
+        """Exchange the subfolder ``checkpoint`` with the folder that is replaced; the exchange is atomic."""
         with self._storage_errors("exchange"):
             exchange_folders(self._inside(_FILES), self._target)
             # An entry changed in both parents: if only one of them is on the medium, a power failure could lose a

@@ -1,4 +1,7 @@
-"""The owner's note that a save leaves with its files: it tells other saves whether the save is still alive."""
+"""The owner's note that a save leaves with its files: it tells other saves whether the save is still alive.
+
+Within one process, a note can't tell which saves have ended. There, each save that may still finish holds a `Claim`.
+"""
 
 from __future__ import annotations
 
@@ -43,12 +46,12 @@ def claim(save_id: str) -> Claim:
 
 
 def release(save_id: str) -> None:
-    """End the claim of a save of this process."""
+    """Release the `Claim` of a save of this process: the save has ended."""
     _claims.pop((os.getpid(), save_id), None)
 
 
 def is_claimed(save_id: str) -> bool:
-    """Return whether a save of this process may still finish."""
+    """Return whether a save of this process has a `Claim`, and so may still finish."""
     return (os.getpid(), save_id) in _claims
 
 
@@ -66,8 +69,9 @@ def owner_note(save_id: str) -> bytes:
 def is_alive(note: bytes | None) -> bool | None:
     """Return whether the save that left a note may still finish; None if unknown.
 
-    A save of the same machine is alive if its process runs; a save of this process also needs its claim. Whether a save
-    of another machine or container is alive is unknown.
+    If another process of this machine left the note, the save is alive as long as that process runs. If this process
+    left it, the save is alive as long as it has a `Claim`. For a note from another machine or container, the result is
+    None.
 
     Examples:
         >>> held = claim("save-1")
@@ -110,7 +114,7 @@ def process_token() -> str:
 
 
 def maker_is_dead(token: str) -> bool | None:
-    """Return True if the process that made a token ran on this machine and has ended; None if unknown.
+    """Return True if the process that made a token ran on this machine and has surely ended; otherwise None.
 
     Examples:
         >>> maker_is_dead("0123456789abcdef") is None
@@ -124,7 +128,7 @@ def maker_is_dead(token: str) -> bool | None:
 
 
 def made_here(token: str) -> bool:
-    """Return whether this process made a token, or an earlier process with the same id.
+    """Return whether a token comes from a process of this machine with this process's id: this one or an earlier one.
 
     Examples:
         >>> made_here(process_token()), made_here("0123456789abcdef")

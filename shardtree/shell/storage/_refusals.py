@@ -1,4 +1,7 @@
-"""Requests that a file system refuses and a save does without, reported once for each kind of request and save."""
+"""Refused requests: the file system refuses, for example, to sync a folder, and the save goes on without that.
+
+A save reports one refusal of each kind.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +40,8 @@ class Refusal:
 
     Attributes:
         kind: Refused request: to "sync" a folder, or to copy "permissions", "owner" or extended "attributes" to it.
-        path: Folder of the refused request. If several requests of the kind were refused, it is the first one's folder,
-            or the last one's if the save shares its record of refusals with the whole process (`elsewhere`).
+        path: Folder of the refused request. If several requests of a kind were refused, a save reports the first one; a
+            save through a subclass or a wrapper of a local storage reports the last one.
         reason: Message of the system, or the difference that remains.
 
     Examples:
@@ -117,7 +120,7 @@ class Refusals:
     def take_of(self, folders: Iterable[str]) -> tuple[Refusal, ...]:
         """Return and forget the last refusal of each kind if it concerns these folders, their content or their parents.
 
-        A kind that was logged before isn't logged again.
+        `note` still remembers that a refusal of the kind was logged, and won't log another.
         """
         places = [os.path.realpath(folder) for folder in folders]
         taken = tuple(one for one in tuple(self._last.values()) if _is_of(os.path.realpath(one.path), places))

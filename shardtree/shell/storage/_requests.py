@@ -39,10 +39,12 @@ class Cut:
     """A rule for cutting a load plan into requests.
 
     Attributes:
-        most_bytes: Size of a window in bytes. Files are divided into windows, and requests end at their boundaries.
-        whole: Whether a request is fetched from its first byte to its last, as from an object store. Requests then
-            contain no long gaps, and a few reads close together are one request even across a boundary. Blocks that
-            strided pieces touch are fetched whole, to be checked. Otherwise only the wanted bytes are read.
+        most_bytes: Size in bytes of the windows into which files are divided. Reads that begin in the same window form
+            a request, and contiguous reads are cut at the windows' boundaries.
+        whole: Whether all bytes from the first to the last byte of a request are fetched, as from an object store. Then
+            a request also ends at a long gap, and a short group of reads close together is one request even if it
+            crosses a window's boundary. Blocks that strided pieces touch are fetched whole, to be checked. If `whole`
+            is False, only the wanted bytes of a request are read.
     """
 
     most_bytes: int
@@ -57,7 +59,7 @@ class Cut:
 
 
 def cut_of(storage: Storage | None, plan: LoadPlan) -> Cut:
-    """Return the rule for cutting a plan that reads a storage; None stands for local files."""
+    """Return the rule for cutting a plan into requests to the storage of its files; None stands for local files."""
     if storage is not None and can(storage).read_range is not None:
         return Cut(limits.REQUEST_BYTES * can(storage).request_scale, whole=True)
     # A small plan gets smaller windows than usual, so that each thread gets a share.
@@ -203,9 +205,9 @@ def _requests_of_file(
 
 
 def _apart(runs: Runs, pieces: Strided) -> tuple[Runs, Strided]:
-    """Turn runs that overlap each other into strided pieces, since only pieces may overlap.
+    """Turn runs that overlap each other in the file into strided pieces; return the remaining runs and all pieces.
 
-    Returns the remaining runs, and all pieces.
+    Runs are read straight into their targets, so a byte of the file may be in only one. Pieces are copied instead.
     """
     meets = runs.byte[1:] < np.maximum.accumulate(runs.byte + runs.length)[:-1]
     if not meets.any():
@@ -223,7 +225,19 @@ def _apart(runs: Runs, pieces: Strided) -> tuple[Runs, Strided]:
 def _checks_of(
     file: StoredFile, direct: Runs, pieces: Strided, runs: Runs, verify: Verify, cut: Cut
 ) -> tuple[Checks, Column, Column]:
-    """Return the checks of a file, and the first bytes and ends of the spans that must be read whole for them."""
+    """Return the checks of a file, and the spans that must be read whole for them.
+
+    Args:
+        file: The file.
+        direct: Runs in the file, without overlaps.
+        pieces: Strided pieces in the file, including runs that overlap others.
+        runs: All runs in the file.
+        verify: Choice of the blocks to check: "whole", "all" or None, as `Verify` explains.
+        cut: The rule that cuts the plan into requests.
+
+    Returns:
+        The checks; first byte of each span, and one past its last byte, int64 (spans,) each.
+    """
     if file.ranges is not None:
         numbers = [] if verify is None else ranges_to_check(file.ranges, runs, everything=verify == "all")
         ranges = file.ranges
@@ -245,7 +259,10 @@ def _checks_of(
 
 
 def _widen(pieces: Strided, check: Checks) -> tuple[Column, Column]:
-    """Return first byte and end of the read for each piece, widened to whole blocks where blocks are checked."""
+    """Return the first byte that is read for each piece, and one past the last, int64 (pieces,) each.
+
+    If a block is checked, it is read whole.
+    """
     low, high = pieces.byte, last_byte(pieces)
     if check.blocks is None:
         return low, high
@@ -256,14 +273,14 @@ def _widen(pieces: Strided, check: Checks) -> tuple[Column, Column]:
 
 
 def with_left_out(runs: Runs, file: int, low: Column, high: Column) -> Runs:
-    """Return runs in file order, with runs added for the bytes of spans that no run covers.
+    """Add runs for the bytes of the given spans that the given runs don't cover; return all runs in file order.
 
-    The added runs have the target -1: their bytes are read only to be hashed.
+    The new runs have the target -1: their bytes are read only to be hashed.
 
     Args:
         runs: Runs in one file, in file order, without overlaps.
         file: Number of the file.
-        low: First byte of each span, ascending, int64 (spans,).
+        low: First byte of each span, ascending, int64 (spans,). Spans are byte ranges to read whole, such as blocks.
         high: One past the last byte of each span, int64 (spans,).
     """
     if not low.size:
@@ -302,7 +319,7 @@ def _groups(begin: Column, end: Column, cut: Cut) -> Column:
 
 
 def _cut_runs(runs: Runs, most_bytes: int) -> Runs:
-    """Return runs, cut at the boundaries of windows of `most_bytes`."""
+    """Return runs, cut at the boundaries of windows: ranges of `most_bytes` bytes that tile a file."""
     if (runs.byte // most_bytes == (runs.byte + runs.length - 1) // most_bytes).all():
         return runs
     row, begin, end = _cells(runs.byte, runs.byte + runs.length, most_bytes)
@@ -311,7 +328,11 @@ def _cut_runs(runs: Runs, most_bytes: int) -> Runs:
 
 
 def _cells(begin: Column, end: Column, most_bytes: int) -> tuple[Column, Column, Column]:
-    """Cut spans at the boundaries of windows; return each part's span number, first byte and end, int64 (parts,)."""
+    """Cut spans of a file at all multiples of `most_bytes`, and return the parts.
+
+    Returns:
+        Index of each part's span, first byte of the part, and one past its last byte, int64 (parts,) each.
+    """
     first = begin // most_bytes
     count = (end - 1) // most_bytes - first + 1
     row, number = span_numbers(first, count)

@@ -164,8 +164,9 @@ class Storage(Protocol):
 class Sibling(Protocol):
     """A folder that a save makes beside a storage's own folder; the two are exchanged atomically.
 
-    Before the exchange it holds the new files, and afterwards the old ones: those of the replaced checkpoint. Failures
-    are StorageErrors, as for `Storage`.
+    Before the exchange the sibling holds the new files, which the save writes. Afterwards it holds the old files, which
+    were in the storage's own folder. The new folder is the one of the two that holds the new files. Failures are
+    StorageErrors, as for `Storage`.
     """
 
     @property
@@ -173,24 +174,33 @@ class Sibling(Protocol):
         """The storage of the sibling folder: new files before the exchange, old files after it."""
 
     def make(self, note: bytes, *, durable: bool) -> None:
-        """Make the empty folder with a note that identifies the saving process; raise if an exchange isn't possible.
+        """Make the sibling folder, empty, with a note that identifies the saving process.
 
         Raises:
-            StrategyError: the file system can't exchange the two folders.
-            StorageError: the folder can't be made.
+            StrategyError: the file system can't exchange the sibling and the storage's own folder.
+            StorageError: the sibling can't be made.
         """
 
     def note(self) -> bytes | None:
         """Return the note that identifies the saving process, or None if there is none."""
 
     def is_exchanged(self) -> bool | None:
-        """Return whether the sibling holds the old files; None if they are being removed, or if that is unknown."""
+        """Return whether the exchange has happened, so that the sibling holds the old files of the storage's folder.
+
+        None means that this is unknown, for example since a removal of the sibling has begun.
+        """
 
     def changed(self) -> float | None:
-        """Return the time when an entry was last added or removed in the sibling, by the storage's clock."""
+        """Return the time of the last change in the sibling folder, in seconds by the storage's clock; None if unknown.
+
+        A change adds or removes a file or folder.
+        """
 
     def old_names(self) -> tuple[str, ...]:
-        """Return the names of all old files, links (not followed), and empty folders (ending in ``/``)."""
+        """Return the names of all files, links (not followed) and empty folders in the replaced folder.
+
+        Names of empty folders end in a slash.
+        """
 
     def check_shareable(self, names: Sequence[str]) -> None:
         """Raise if any of these old files can't be linked into the new folder.
@@ -200,9 +210,9 @@ class Sibling(Protocol):
         """
 
     def share(self, names: Sequence[str], *, durable: bool) -> tuple[str, ...]:
-        """Link old files into the new folder under the same names; return names that other files already have there.
+        """Link old files into the new folder; return the names that are already taken there by different files.
 
-        Old files that were removed meanwhile are skipped.
+        A link has the old file's name. Old files that were removed meanwhile are skipped.
         """
 
     def exchange(self, *, durable: bool) -> None:

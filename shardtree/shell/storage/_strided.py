@@ -63,7 +63,13 @@ def split_pieces(pieces: Strided, most_gap: int) -> Strided:
 
 
 def _split_piece(pieces: Strided, row: int, most_gap: int) -> Strided:
-    """Return the parts into which `split_pieces` cuts a single piece."""
+    """Return the parts of one piece, cut along leading axes so that each spans at most `_READ_BYTES` of the file.
+
+    Args:
+        pieces: Columns of strided pieces.
+        row: Index of the piece.
+        most_gap: Longest gap of unused bytes within a part.
+    """
     piece = rows_of(pieces, slice(row, row + 1))
     for axis in range(piece.shape.shape[1]):
         if piece.shape[0, axis] == 1:
@@ -118,14 +124,28 @@ def copy_piece(content: Buffer, begin: int, pieces: Strided, row: int, memory: B
 
 
 def piece_in(memory: torch.Tensor, pieces: Strided, row: int) -> torch.Tensor:
-    """Return a piece's strided view of its target's memory; elements appear as integers of the same bits."""
+    """Return a strided view of the elements in a target's memory that a piece fills, as integers of the same size.
+
+    Args:
+        memory: Memory of the piece's target, uint8 (bytes,).
+        pieces: Columns of strided pieces.
+        row: Index of the piece.
+    """
     shape, target_stride, size = _items_of(pieces, row)
     memory = memory[int(pieces.target_byte[row]) :]
     return memory[: memory.numel() // size * size].view(INTEGERS[size]).as_strided(shape, target_stride)
 
 
 def row_major_piece_in(memory: torch.Tensor, pieces: Strided, row: int) -> torch.Tensor:
-    """Return a view of the piece that memory begins with, in row-major order; elements appear as integers."""
+    """Return a view, in the piece's shape, of memory that begins with a piece's elements in row-major order.
+
+    Elements appear as integers of the same size; an element of 16 bytes appears as two along a last axis.
+
+    Args:
+        memory: Memory that begins with the piece, uint8 (bytes,).
+        pieces: Columns of strided pieces.
+        row: Index of the piece.
+    """
     shape, _, size = _items_of(pieces, row)
     return memory[: prod(shape) * size].view(INTEGERS[size]).view(shape)
 

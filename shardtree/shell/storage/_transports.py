@@ -1,4 +1,4 @@
-"""Reading the bytes of requests: from open files, from stores with a long latency, and to devices through the host."""
+"""Execution of requests for byte ranges: from open files, from slow stores, and to devices through the host."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 class RequestSource(Protocol):
-    """A source of a request's bytes."""
+    """A reader of the byte range that a request asks for."""
 
     def read_into(self, byte: int, buffers: Sequence[Buffer]) -> None:
         """Fill the buffers, in order, with the file's bytes from offset `byte` on."""
@@ -47,11 +47,11 @@ Arrivals = Callable[[deque[Request]], Generator[tuple[Request, RequestSource], N
 
 @dataclass(frozen=True, slots=True)
 class RequestTransport:
-    """A way to read the bytes of requests.
+    """A way to read the byte ranges that requests ask for, such as from open files or from an object store.
 
     Attributes:
-        arrivals: Function that takes requests off a shared queue until it is empty, and yields each one with the source
-            of its bytes.
+        arrivals: Function that takes requests off a shared queue until it is empty. It yields pairs: a request, and a
+            `RequestSource`, which reads the request's bytes.
         threads: Number of threads that call `arrivals`.
         where: Function from a file's name to the path or URL that errors show.
         tries: Number of reads of a block or byte range before it counts as damaged.
@@ -64,7 +64,7 @@ class RequestTransport:
 
 
 def transport_of(storage: Storage, files: Mapping[int, StoredFile]) -> RequestTransport:
-    """Return the way to read requests from a storage; `files` maps the file numbers of requests to files."""
+    """Return the transport for requests to a storage; `files` maps the file numbers in requests to files."""
     read_range = can(storage).read_range
     if read_range is None:
         # Copies out of the page cache are bound by memory bandwidth, so more threads would gain nothing.
@@ -80,7 +80,7 @@ def transport_of(storage: Storage, files: Mapping[int, StoredFile]) -> RequestTr
 
 
 def from_memory(contents: Mapping[int, Buffer]) -> RequestTransport:
-    """Return the way to read requests from memory; `contents` maps the file numbers of requests to the files' bytes."""
+    """Return the transport for requests to files in memory; `contents` has the files' bytes, by number in requests."""
 
     def arrivals(waiting: deque[Request]) -> Generator[tuple[Request, RequestSource], None, None]:
         for request in _remaining(waiting):
@@ -148,7 +148,12 @@ _LITTLE = 64 * 1024
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """The bytes of a request in memory."""
+    """Bytes of a file, held in memory, that answer a request.
+
+    Attributes:
+        begin: Offset of the bytes in the file.
+        data: The bytes.
+    """
 
     begin: int
     data: Buffer
@@ -230,7 +235,10 @@ _ALIGNMENT = 64  # bytes; torch requires aligned views, of items of up to 8 byte
 
 
 def cut_for_devices(cut: Cut) -> Cut:
-    """Return a rule for cutting requests so small that several threads can fill one block of staging memory."""
+    """Return the rule `cut` with windows of at most a quarter of a block of staging memory.
+
+    Requests are then small enough for several threads to fill a block together.
+    """
     return replace(cut, most_bytes=min(cut.most_bytes, limits.STAGED_BYTES // 4))
 
 
@@ -284,14 +292,17 @@ def _piece_bytes(pieces: Strided) -> Column:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StagedRequest:
-    """A request whose bytes for devices are read into staging memory first.
+    """A request whose bytes for devices are read into staging memory first, and copied from there.
+
+    Bytes belong to runs (contiguous ranges) or to pieces (boxes of elements), as in `Request`.
 
     Attributes:
         request: The request, with the staging memory as an additional target.
         end: End of the staging memory that the request uses, in bytes.
-        runs: Runs that are copied from the staging memory, with their final targets.
+        runs: Runs to copy from the staging memory to devices, with the devices' memory as targets.
         run_byte: Offset of each run in the staging memory, int64 (runs,).
-        pieces: Pieces that are copied from the staging memory, where they lie in row-major order.
+        pieces: Pieces to copy from the staging memory to devices. There, the elements of a piece are contiguous, in
+            row-major order.
         piece_byte: Offset of each piece in the staging memory, int64 (pieces,).
     """
 

@@ -40,11 +40,13 @@ class Wrapped:
 def wrapped(storage: Storage, **calls: Function | None) -> Any:
     """Return a storage that replaces some methods of another one and forwards all others.
 
-    Some capabilities access files without the methods of `Storage`. To change what is read, also replace ``content``
-    and ``read_range``; to change what is written, also replace ``write_parts``, ``move``, ``replace_if``, ``mark`` and
-    ``remove_all``; or pass None for them, so that the methods of `Storage` are used instead. ``sibling`` and
-    ``siblings`` aren't forwarded: unless both are passed, a save that would exchange two folders is refused.
-    Subfolders of the result are wrapped too.
+    Some capabilities access files without the methods of `Storage`, so replacing the methods isn't enough. To change
+    what is read, replace the capabilities ``content`` and ``read_range`` too. To change what is written, replace
+    ``write_parts``, ``move``, ``replace_if``, ``mark`` and ``remove_all`` too. A capability that is passed as None is
+    switched off, and a method of `Storage` is used instead.
+
+    Subfolders of the result are wrapped too. ``sibling`` and ``siblings`` aren't forwarded: without a replacement of
+    both, the result refuses saves that replace a whole checkpoint by exchanging two folders.
 
     Args:
         storage: Storage to wrap, the result's attribute ``inner``.
@@ -137,7 +139,7 @@ def settle(storage: Storage) -> None:
 
 
 def prefetch(storage: Storage, names: Iterable[str]) -> None:
-    """Let a storage from `listed` read small files concurrently, ahead of their use; do nothing for others."""
+    """Read small files concurrently, before they are used, if the storage is a view that `listed` yields."""
     if isinstance(storage, Listed):
         storage.prefetch(names)
 
@@ -169,7 +171,14 @@ class Listed:
         return self._listing
 
     def _beyond(self, plain: str) -> bool:
-        """Return whether the listing doesn't cover a name: in an unlisted subfolder, or if the storage is one file."""
+        """Return whether the listing can't tell if a file exists, so that `inner` must be asked.
+
+        This is so for names in subfolders, if their content isn't listed, and for the name "" of a storage that is a
+        single file.
+
+        Args:
+            plain: Normalised name of the file.
+        """
         if not plain:  # the storage may be a single file; all files that can be opened have a dot in their names
             return not self._entries() and "." in self.where().rpartition("/")[2]
         return "/" in plain and not self._deep

@@ -1,4 +1,4 @@
-"""The dispatch table of formats, the signatures of its functions, an index for formats, and our own format."""
+"""The dispatch table of formats, the signatures of its functions, an index that formats can use, and our own format."""
 
 import typing
 

@@ -1,4 +1,7 @@
-"""The actions of formats, and for each action a protocol: the signature of its functions in the dispatch table."""
+"""The actions of formats, and for each action a protocol: the signature of its functions in the dispatch table.
+
+A row of the table is a format's function for one action: its LOAD_COMMON row is its function for LOAD_COMMON.
+"""
 
 from __future__ import annotations
 
@@ -88,11 +91,11 @@ class LoadMetadata(Protocol):
 
 
 class Parse(Protocol):
-    """PARSE: return the parsed metadata that the format's other rows need; they get it by `checkpoint.once(parse)`.
+    """PARSE: return the parsed metadata; the format's other functions get it by `checkpoint.once(parse)`.
 
     If several ranks load together, rank 0 alone parses, and the others get a copy of the result, which must be plain
-    data. The row is meant for formats whose metadata takes long to read or to parse; without it, each rank reads the
-    metadata itself.
+    data. A PARSE function is useful if a format's metadata takes long to read or to parse. If a format has none, each
+    rank reads the metadata itself.
     """
 
     def __call__(self, checkpoint: Checkpoint, /) -> Any: ...
@@ -131,9 +134,11 @@ class Resolution:
 
 
 class Resolve(Protocol):
-    """RESOLVE: return a search for the facts that reading `keys` needs and the metadata lacks; None if it lacks none.
+    """RESOLVE: return a search for facts that are missing in the metadata; None if there is nothing to search for.
 
-    The row is meant for formats with incomplete metadata. `listed` is True if the load also lists all stored keys.
+    Only formats with incomplete metadata need a RESOLVE function. The facts are those without which `keys` can't be
+    read. The load executes the search (see `Resolution`), whose results the format keeps. `listed` is True if the load
+    also lists all stored keys.
     """
 
     def __call__(self, checkpoint: Checkpoint, keys: Set[str], listed: bool, /) -> Resolution | None: ...
@@ -151,9 +156,11 @@ class SaveCommon(Protocol):
 class SaveSharded(Protocol):
     """SAVE_SHARDED: return the request that writes this rank's share of the shards.
 
-    Sharded objects are passed here too if the backend has a LOAD_OBJECTS row, or holds the common state. Otherwise they
-    go to the SAVE_SHARDED row of the common state's backend, if this has a LOAD_OBJECTS row and no PUBLISH row (the
-    shards' backend publishes). If neither backend can hold objects, the save refuses them.
+    A save has two backends, perhaps the same one: one for the tensor shards, one for the common state. Sharded objects
+    go to the shards' backend if it has a LOAD_OBJECTS row, or is the backend of the common state too. Otherwise they go
+    to the common state's backend, whose SAVE_SHARDED gets only objects. That backend needs a LOAD_OBJECTS row, and must
+    have no PUBLISH row, since the shards' backend publishes the checkpoint. If neither backend can hold objects, the
+    save refuses them.
     """
 
     def __call__(
@@ -170,8 +177,9 @@ class RemoveSharded(Protocol):
 class VerifyFiles(Protocol):
     """VERIFY: return the findings in a checkpoint: damaged bytes, bytes without a checksum, and checked bytes.
 
-    `checkpoint.options` has the number of threads, and `progress`, which any thread may call. If another backend holds
-    the tensors and this one only the objects, `checkpoint.fields` name this one as the backend of the shards.
+    `checkpoint.options` has the number of threads, and `progress`, which any thread may call. If this backend holds
+    only the objects of the checkpoint, and another one the tensors, the function gets a checkpoint with changed fields:
+    `checkpoint.fields` name this backend as that of the shards.
     """
 
     def __call__(self, checkpoint: Checkpoint, /) -> tuple[Finding, ...]: ...

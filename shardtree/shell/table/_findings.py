@@ -75,7 +75,7 @@ class Damage:
 
     @property
     def holds(self) -> tuple[str, ...]:
-        """The affected values as texts: the regions, then the keys without a region, such as objects.
+        """The values with bytes in the damaged range, as texts: the regions, then the keys of values without a region.
 
         Examples:
             >>> Damage("f", "cut", 0, 9, ("w", "rng/shard_0_1"), (Region("w", (0,), (2,)),)).holds

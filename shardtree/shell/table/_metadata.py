@@ -1,4 +1,8 @@
-"""The identity of a folder's checkpoint: metadata.json, or the stamp of the files that make it a checkpoint."""
+"""The identity of a folder's checkpoint: metadata.json, or the stamp of its deciding files.
+
+*Deciding files* are those that make a folder a checkpoint of its format; RECOGNIZE looks for them. The *stamp* of a
+checkpoint is the name, length and time of the last change of each deciding file.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +65,7 @@ def decode_metadata(data: bytes, where: str) -> dict[str, Any]:
 
 
 def fields_of_backend(backend: str, version: int) -> Fields:
-    """Return the fields that metadata.json would have, for a checkpoint in a single format without that file.
+    """Return the fields of metadata.json for a checkpoint of a single format that writes no such file.
 
     Examples:
         >>> fields_of_backend("zarr", 3)["common_backend"]
@@ -176,7 +180,8 @@ def stamp(storage: Storage, decided_by: Iterable[str]) -> Stamp:
     hash that identifies a save. Their files have fixed names, so that only lengths and times tell one save from
     another.
 
-    The stamp is () on object stores (storages with late requests): looks are slow there, and no folders are exchanged.
+    The stamp is () on object stores: requests for lengths and times are slow there, and saves don't replace a whole
+    checkpoint by exchanging folders.
 
     Args:
         storage: Storage of the folder.
@@ -197,7 +202,11 @@ def stamp(storage: Storage, decided_by: Iterable[str]) -> Stamp:
 
 
 def is_deciding(name: str, decided_by: Iterable[str]) -> bool:
-    """Return whether a file's name matches one of the patterns of deciding files.
+    """Return whether a file is a deciding file: one that makes a folder a checkpoint, as its name shows.
+
+    Args:
+        name: Name of the file.
+        decided_by: Patterns of the names of deciding files, as in `FormatTraits.decided_by`.
 
     Examples:
         >>> is_deciding(".metadata", [".metadata"]), is_deciding("config.json", ["*.safetensors"])
@@ -274,7 +283,7 @@ def check_unreplaced(checkpoint: Checkpoint) -> None:
 
     Raises:
         CheckpointReplaced: another save replaced the checkpoint meanwhile.
-        CorruptCheckpoint: a deciding file was truncated meanwhile, or is being written.
+        CorruptCheckpoint: a file that makes the folder a checkpoint was truncated meanwhile, or is being written.
     """
     # Files with fixed names could silently be those of a later save. Files in a folder that is named after their save
     # need no check. Only rank 0, which opened the checkpoint, checks: other ranks may see an older state of a network
@@ -288,7 +297,7 @@ def check_unreplaced(checkpoint: Checkpoint) -> None:
 
 
 def refuse_replaced(checkpoint: Checkpoint) -> list[str]:
-    """Raise if a later save replaced the checkpoint; return the deciding files that were truncated meanwhile.
+    """Raise if a later save replaced the checkpoint; return truncated files among those that make it a checkpoint.
 
     Raises:
         CheckpointReplaced: the folder now holds another checkpoint.
@@ -302,7 +311,7 @@ def refuse_replaced(checkpoint: Checkpoint) -> list[str]:
 
 
 def _changed_files(checkpoint: Checkpoint) -> list[str]:
-    """Return the deciding files that have changed since the checkpoint was opened."""
+    """Return the names of files that make the folder a checkpoint and have changed since it was opened."""
     storage, digest = checkpoint.storage, checkpoint.fields.get("digest")
     # The digest is compared if there is one, since lengths and times can agree by chance. It is searched for in the
     # bytes, since the file may belong to another format by now, and needn't parse.
@@ -313,7 +322,7 @@ def _changed_files(checkpoint: Checkpoint) -> list[str]:
 
 
 def _is_whole(checkpoint: Checkpoint, name: str) -> bool:
-    """Return whether a deciding file is complete rather than truncated."""
+    """Return whether a file that makes the folder a checkpoint is complete rather than truncated."""
     try:
         return checkpoint.traits.is_whole(checkpoint.storage, name)
     except CheckpointingException:

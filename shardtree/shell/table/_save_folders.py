@@ -146,8 +146,8 @@ def check_alone(storage: Storage, folder: str, *, pauses: Sequence[float] = ()) 
     Args:
         storage: Storage of the checkpoint's folder.
         folder: Name of this save's folder in it.
-        pauses: Seconds to wait before each further look at the other saves. While all their names come after this
-            one's, it is worth waiting: saves that come later by name withdraw.
+        pauses: Seconds to wait before each further check of the other saves. If two saves see each other, the one whose
+            name sorts later gives up. So the check is repeated only while this save's name sorts before all others.
 
     Raises:
         StorageError: a process of this machine is running another save.
@@ -189,7 +189,10 @@ _warned_places: set[str] = set()
 
 @contextmanager
 def owned(storage: Storage, folder: str, *, durable: bool, has_note: bool, alone: bool) -> Iterator[None]:
-    """Claim a save's folder for the block; make the folder and its note first, unless `has_note` is true."""
+    """Hold a save's claim while the block runs; make the save's folder and note first, unless `has_note` is true.
+
+    All other arguments are those of `make_save_folder`.
+    """
     own_claim = claim(folder) if has_note else make_save_folder(storage, folder, durable=durable, alone=alone)
     try:
         yield
@@ -200,10 +203,10 @@ def owned(storage: Storage, folder: str, *, durable: bool, has_note: bool, alone
 
 @contextmanager
 def alone_in(storage: Storage) -> Iterator[None]:
-    """Exclude other saves with files of fixed names during the block, which writes a whole checkpoint.
+    """Exclude other saves to a folder while the block writes a checkpoint whose files have fixed names.
 
-    This is for functions that write a checkpoint in a single process, without an `AsyncRequest`. Afterwards, files of
-    killed saves are removed.
+    This is for functions that write a whole checkpoint in a single process, without an `AsyncRequest`. After the block,
+    files of killed saves are removed.
 
     Raises:
         StorageError: another save is in progress.
@@ -263,9 +266,11 @@ def remove_interrupted(storage: Storage, folder: str) -> None:
 
 
 def _was_left(folder: str, name: str, age: float) -> bool:
-    """Return whether an open upload may be aborted as a remainder of an interrupted save.
+    """Return whether the open upload of a file may be aborted as a remainder of an interrupted save.
 
-    It may if its file is in the save's folder, or has a fixed name. In a subfolder, it must also be old.
+    It may if the file `name` is in the save's folder `folder`. It also may if the file has one of the fixed names of
+    formats' large files, and is directly in the checkpoint's folder. In a subfolder of that, a file with such a name
+    may belong to another checkpoint, so its upload must be hours old too; `age` is in seconds.
     """
     # Deeper names may belong to another checkpoint in a subfolder, whose save may be running.
     return name.startswith(f"{folder}/") or (
@@ -303,10 +308,11 @@ def is_orphaned(storage: Storage, folder: str, *, before: float) -> bool:
 
 
 def is_surely_orphaned(storage: Storage, folder: str, *, before: float) -> bool:
-    """Return whether a save was interrupted and none of its requests can still arrive; arguments as in `is_orphaned`.
+    """Return whether a save was interrupted and none of its requests can still arrive.
 
-    An object store may execute a killed process's requests later, even the one that commits. A later commit makes the
-    store refuse that request, but a removal without a commit has to wait.
+    An object store may execute a killed process's requests later, even the one that commits. There, the newest change
+    in the save's folder must therefore be older than `before` in any case. All arguments are those of `is_orphaned`. A
+    save that cleans up after its own commit doesn't need this, since the store then refuses late commits.
     """
     if can(storage).late_requests and newest_change(storage, folder) >= before:
         return False

@@ -102,7 +102,7 @@ class Checkpoint:
         options: Options for reading it.
         cache: Memoised results of formats' reads, such as the parsed index.
         fetched: (content, path or URL) of files that were prefetched and checked, by their field of metadata.json.
-        stamp: Lengths and times of the deciding files, which show whether a later save has replaced the checkpoint.
+        stamp: Name, length and time of each file that makes the folder a checkpoint; a later save changes them.
         traits: Combined traits of its formats.
     """
 
@@ -118,7 +118,7 @@ class Checkpoint:
     def once(self, read: Callable[[Checkpoint], T]) -> T:
         """Return a function's memoised result for this checkpoint.
 
-        This is for results that several rows of a format need, such as its parsed metadata.
+        This is for results that several functions of a format need, such as its parsed metadata.
         """
         results = self.cache.results
         if read not in results:
@@ -147,9 +147,9 @@ class SaveOptions:
         checksums: Whether the hash of each block of 256 KiB is stored, so that loads and `verify` detect changes.
             Without them, a save is a little faster, and damage goes unnoticed. The common state, the index and the
             checksums that belong to a format's own files are hashed in any case.
-        check_replicas: Whether replicas, shards with the same box, are compared by `fingerprint` before anything is
-            written: if a spec omits a sharded axis, every rank passes its part as the whole tensor. Each rank then
-            reads all tensors that it shares with others. Objects aren't compared.
+        check_replicas: Whether hashes of replicas (shards with the same box) are compared before anything is written.
+            This detects a spec that omits a sharded axis: ranks then pass different parts as the same whole tensor. For
+            this, each rank reads all tensors that it shares with others. Objects aren't compared.
         threads: Number of threads that write, in formats that support it; None for torch's number, up to a few.
         common: "same": the common state must be equal on all ranks; "union": it is the union of the ranks' dicts, for
             pipeline stages with different keys. Values of several ranks under one key must be equal bit by bit. Common
@@ -186,7 +186,7 @@ class Replaced:
     Attributes:
         storage: Storage of the checkpoint's folder; it has the old files before the exchange, the new ones afterwards.
         sibling: New folder, into which the save writes before the exchange.
-        stamp: Lengths and times of the old checkpoint's deciding files.
+        stamp: Name, length and time of each file that made the old folder a checkpoint.
     """
 
     storage: Storage
@@ -207,8 +207,8 @@ class PendingSave:
         layout: Columns of all ranks' shards; None if the ranks didn't exchange them.
         replaced: Checkpoint whose folder is exchanged with the written one; None if there is no exchange.
         overwrite: Whether the caller allows a checkpoint to be replaced.
-        common: Common state with holes in place of shards, for SAVE_SHARDED rows of formats that store some of it in
-            the tensors' files (`FormatTraits.writes_common`); None if the caller didn't pass it.
+        common: Common state, with holes in place of shards. Formats with the trait `writes_common` store some of it in
+            the tensors' files, and so need it in SAVE_SHARDED. None if the caller didn't pass it.
         state: `AsyncRequest.state` of the request that SAVE_SHARDED returned, for PUBLISH and SAVE_COMMON of the same
             format. SAVE_SHARDED itself gets None, or the previous rank's state if one process plays several ranks.
     """
@@ -226,7 +226,7 @@ class PendingSave:
 
     @property
     def destination(self) -> Storage:
-        """Storage of the folder that will hold the checkpoint: `storage`, or the folder that an exchange replaces."""
+        """Storage of the checkpoint's final folder: `replaced.storage` if two folders are exchanged, else `storage`."""
         return self.storage if self.replaced is None else self.replaced.storage
 
 
@@ -265,11 +265,11 @@ class AsyncRequest(Generic[T]):
         folder: Storage of the destination; None if unknown.
         clean_up: Function that every rank calls right after the commit, to remove obsolete files. Its error is raised
             on that rank only, unless there are `finalize_fns`.
-        outcome: Result of the save.
-        state: Value of any class that SAVE_SHARDED passes to the format's later rows of the same save.
-        removes_saves: Whether `clean_up` removes interrupted saves' folders, and the note that names this save's owner.
+        outcome: Result of the save, filled in when it ends; copies of the request share it.
+        state: Value of any class that SAVE_SHARDED passes to the format's later functions in the same save.
+        removes_saves: Whether `clean_up` removes this save's owner note and the folders of interrupted saves.
         publish: Function that rank 0 calls last, with the fields from `index`, to make the folder a checkpoint.
-            Formats leave the default: their PUBLISH row or metadata.json does this.
+            Formats leave the default: their PUBLISH function or metadata.json does this.
     """
 
     world: World
@@ -317,12 +317,12 @@ class AsyncRequest(Generic[T]):
     def result(self) -> Fields:
         """Wait for the save's commit, and return the fields of metadata.json or raise the save's error; collective.
 
-        The queue commits a scheduled save after all earlier ones. A save that isn't scheduled is executed now. Later
-        calls return or raise the same, and aren't collective.
+        The queue commits a scheduled save after all earlier ones. A save that isn't scheduled is executed now. Once
+        this save has ended, further calls return its fields or raise its error again, and aren't collective.
 
         Raises:
-            CheckpointingException: this save failed, or an earlier one of the queue. The error's notes name the earlier
-                one; call this again to get this save's own result.
+            CheckpointingException: this save failed. Or an earlier save of the queue failed, and the error's notes name
+                it. Then this save is still in progress, and another call waits for it.
             WorldError: another thread uses the queue, or the process was forked.
 
         Examples:

@@ -264,7 +264,7 @@ def traits_of(backend: str, version: int, strategies: Strategies | None = None) 
 
 
 def deciding_files(strategies: Strategies | None = None) -> tuple[str, ...]:
-    """Return the name patterns of the deciding files of all formats, which make a folder a checkpoint.
+    """Return the name patterns of all formats' deciding files, which make a folder a checkpoint.
 
     Examples:
         >>> ".metadata" in deciding_files()
@@ -285,7 +285,9 @@ def manifests(strategies: Strategies | None = None) -> tuple[str, ...]:
 
 
 def is_whole(strategies: Strategies | None, storage: Storage, name: str) -> bool:
-    """Return whether a deciding file is complete, as judged by the first format whose patterns match its name.
+    """Return whether a file that makes a folder a checkpoint is complete rather than truncated.
+
+    The first format whose patterns of such files (`FormatTraits.decided_by`) match the file's name judges this.
 
     Args:
         strategies: Dispatch table; None for the process's.
@@ -293,7 +295,7 @@ def is_whole(strategies: Strategies | None, storage: Storage, name: str) -> bool
         name: Name of the file.
 
     Raises:
-        CheckpointingException: the file is truncated; some formats raise instead of returning False.
+        CheckpointingException: the format has found the file truncated, and raises instead of returning False.
 
     Examples:
         >>> from shardtree.storage import MemoryStorage

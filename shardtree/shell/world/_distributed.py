@@ -165,7 +165,11 @@ class DistributedWorld(World):
         return [piece.numpy().data for piece in torch.split(incoming, splits)]
 
     def _frame(self, data: bytes) -> torch.Tensor:
-        """Return the frame of a pickled value: length and pickle, padded to at least the size of a head, as uint8."""
+        """Return the frame of a pickled value, uint8 (bytes,): the pickle's length, the pickle, and padding if needed.
+
+        A frame is sent in two messages: first its head, whose size is fixed, then the remaining bytes, if there are
+        any. Padding makes a short frame as long as a head.
+        """
         frame = bytearray(max(self._head, _LENGTH + len(data)))
         frame[:_LENGTH] = len(data).to_bytes(_LENGTH, "little")
         frame[_LENGTH : _LENGTH + len(data)] = data
@@ -224,7 +228,7 @@ def distributed(
         group: Process group that contains this process; None for the default one.
         timeout: Seconds after which a silent peer counts as dead, equal on every member.
         purpose: Name of a separate gloo group, so that a thread, such as that of an asynchronous save, can coordinate
-            while others use the common gloo group; None for that group.
+            while others use the common gloo group; None for the common one.
 
     Raises:
         WorldError: torch.distributed isn't initialised, or this process isn't in the group.

@@ -39,12 +39,13 @@ def is_initialised() -> bool:
 def coordination_group(group: torch.distributed.ProcessGroup, timeout: float, purpose: str | None) -> Gloo:
     """Return a gloo group with the members of a process group.
 
-    It is made by the first call of all members, or the first with a longer timeout, and lives as long as `group`.
+    The first call for a purpose makes a gloo group, and so does a later call with a longer timeout than all before it.
+    All members must make these calls. Every gloo group lives as long as `group`, since earlier worlds still use it.
 
     Args:
         group: Process group of the caller.
         timeout: Seconds after which the gloo group's calls give up; the result may have a longer timeout.
-        purpose: Name of the use, since each has a gloo group of its own; None for the common one.
+        purpose: Name of a use that needs separate gloo groups; None for the common use.
 
     Raises:
         WorldError: the gloo group can't be made.

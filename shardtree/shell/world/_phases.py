@@ -124,10 +124,11 @@ def agree(world: World, phase: str, fn: Callable[[], T], *, steps: Sequence[str]
     Raises:
         WorldError: on every rank, if the ranks are in different phases or have different arguments; the error names
             the phase or the arguments of each rank.
-        RemoteError: on every rank, if fn failed on any; on a failing rank the cause is its own exception. It is the
-            twin of the most specific class of `shardtree.errors` that all failing ranks' exceptions share:
-            ``except NotACheckpoint`` catches a `RemoteNotACheckpoint`. In a world of one, fn's own exception is raised.
-            An exception that isn't an ``Exception`` (``KeyboardInterrupt``) is raised unchanged on its own rank.
+        RemoteError: on every rank, if fn failed on any; on a failing rank the cause is that rank's own exception. The
+            error is also an instance of the most specific class of `shardtree.errors` that the exceptions of all
+            failing ranks share: ``except NotACheckpoint`` catches a `RemoteNotACheckpoint`. In a world of one, fn's own
+            exception is raised. An exception that isn't an ``Exception`` (``KeyboardInterrupt``) is raised unchanged on
+            its own rank.
 
     Examples:
         >>> from shardtree.errors import RemoteError
@@ -240,7 +241,7 @@ def on_rank_zero(
 ) -> T:
     """Run a function on rank 0 only, and return its result on every rank.
 
-    If `given` is passed, another collective compares it first.
+    The arguments are those of `agree`. The ranks compare `given` first, by a separate collective, if it is passed.
 
     Raises:
         WorldError: on every rank, if the ranks have different arguments; see `agree`.
@@ -358,7 +359,10 @@ def _failure(error: BaseException) -> _Failure:
 def _raise_on_failure(
     world: World, phase: str, failures: list[_Failure | None], error: BaseException | None, steps: Sequence[str]
 ) -> None:
-    """Raise the same error on every rank if any failed, unless this rank's own error isn't an ``Exception``."""
+    """Raise an error on every rank if a rank failed: for the earliest of the `steps` that failed, else for the `phase`.
+
+    If this rank's own error is no ``Exception`` (``KeyboardInterrupt``), return, so that the caller raises that one.
+    """
     by_rank = {rank: failure for rank, failure in enumerate(failures) if failure is not None}
     where = {rank: failure.step if failure.step in steps else phase for rank, failure in by_rank.items()}
     phase = min(where.values(), key=[*steps, phase].index, default=phase)

@@ -95,8 +95,8 @@ class World(ABC):
     def exchange(self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor]) -> None:
         """Send bytes to some ranks, and fill buffers with bytes from some ranks; every rank calls it.
 
-        This default uses `all_to_all`. Worlds should override it if their transport needs no pickling and copies, and
-        ranks that exchange nothing needn't wait for each other.
+        This default uses `all_to_all`, which pickles and copies the bytes. Worlds whose transport avoids that should
+        override this method. In an override, ranks that exchange nothing needn't wait for each other.
 
         Args:
             outgoing: Bytes for each peer, uint8 (bytes,), contiguous, in the CPU's memory.

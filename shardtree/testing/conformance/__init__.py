@@ -1,3 +1,3 @@
-"""`check_strategy`: a test suite for backends; it tries case by case what a backend's dispatch-table rows promise."""
+"""`check_strategy`: a test suite that tries, case by case, what a backend's functions in the dispatch table promise."""
 
 from ._suite import RefusedCase, StrategyReport, check_strategy

@@ -115,9 +115,16 @@ def _states(first: int = 0) -> tuple[GlobalState, GlobalState]:
 def _save_state(
     subject: Subject, first: int = 0, place: Storage | None = None, layout: Layouts = _LAYOUT, **options: bool
 ) -> Storage:
-    """Save the state that `_states` returns for `first`, and return the storage.
+    """Save tensors that count up from ``first + 1``, and return the storage.
 
-    Common values are saved if the format supports them.
+    Common values are saved too if the format supports them.
+
+    Args:
+        subject: The backend under test.
+        first: Number that tells the saved states apart.
+        place: Storage for the checkpoint; None for a new one.
+        layout: Layout of each tensor, by key.
+        options: Options of the save.
     """
     plain, rich = (trees_of(state, layout) for state in _states(first))
     with_common = subject.has(StrategyAction.LOAD_COMMON) and _supports_common(subject, rich)
@@ -134,13 +141,13 @@ def _supports_common(subject: Subject, trees: Trees) -> bool:
 
 
 def _check_is(subject: Subject, place: Storage, first: int = 0) -> None:
-    """Raise unless the checkpoint at a place has the state that `_states` returns for `first`."""
+    """Raise unless the checkpoint in a storage has the state that `_save_state` saves for the same number `first`."""
     rich = "common" in load_common_state_dict(place, strategies=subject.strategies)
     check_there(subject, _states(first)[rich], {"w": COLUMNS, "b": COLUMNS}, place)
 
 
 def commits(subject: Subject) -> Iterator[Case]:
-    """Yield saves that die at a call of the storage: the remains must be no checkpoint, or a whole one."""
+    """Yield cases of saves that die at a call of the storage: the remains must be no checkpoint, or a whole one."""
     storage, calls = calls_of(storage_at(subject.directory()))
     _save_state(subject, 0, storage, _ON_ONE)
     # The calls are a sample, since a save can make hundreds, and each death needs a save of its own. Included are all
@@ -164,7 +171,10 @@ def _check_death(subject: Subject, number: int) -> None:
 
 
 def overwrites(subject: Subject) -> Iterator[Case]:
-    """Yield saves over a checkpoint: they must be refused unless requested, be complete, and leave no old files."""
+    """Yield cases of saves over a checkpoint.
+
+    These saves must be refused unless requested, be complete, and leave no old files.
+    """
     yield Case("a second save", partial(_check_second, subject))
     if can(storage_at(subject.directory())).sibling is not None:
         yield Case("overwrite=True", partial(_check_overwrite, subject))
@@ -208,7 +218,7 @@ def _check_others(subject: Subject) -> None:
 
 
 def listings(subject: Subject) -> Iterator[Case]:
-    """Yield folders in which the backend must list the checkpoint's own files, and no others."""
+    """Yield cases of folders in which the backend must list the checkpoint's own files, and no others."""
     yield Case("a checkpoint alone", partial(_check_listing, subject, ()))
     yield Case("a checkpoint beside other files", partial(_check_listing, subject, tuple(_FOREIGN)))
 
@@ -229,7 +239,7 @@ def _check_listing(subject: Subject, others: tuple[str, ...]) -> None:
 
 
 def recognitions(subject: Subject) -> Iterator[Case]:
-    """Yield a folder in the format, which the backend must recognise, and folders that it must not take for its own."""
+    """Yield cases: a folder that the backend must recognise, and folders that it must not take for its own."""
     recognize = subject.row(StrategyAction.RECOGNIZE)
     assert recognize is not None
     yield Case("an empty folder", partial(_check_not_recognized, recognize, {}))
@@ -267,7 +277,7 @@ def _check_recognized(subject: Subject, recognize: Recognize) -> None:
 
 
 def damages(subject: Subject) -> Iterator[Case]:
-    """Yield an undamaged checkpoint, in which `verify` must find nothing, and for each file one with a flipped bit."""
+    """Yield cases for `verify`: an undamaged checkpoint, and for each of its files one with a flipped bit."""
     yield Case("as it was saved", partial(_check_undamaged, subject))
     for number, file in enumerate(sorted(file_names(_save_state(subject)))):
         yield Case(f"a flipped bit in {_last(file)!r}", partial(_check_flipped, subject, number))
@@ -295,7 +305,7 @@ def _check_flipped(subject: Subject, number: int) -> None:
 
 
 def truncations(subject: Subject) -> Iterator[Case]:
-    """Yield a checkpoint with each of its files cut short, or missing: a load must fail, or give the whole state."""
+    """Yield cases with a file of a checkpoint cut short, or missing: a load must fail, or give the whole state."""
     for number, file in enumerate(sorted(file_names(_save_state(subject)))):
         for name, keep in (("half of", 0.5), ("no", None)):
             yield Case(f"{name} {_last(file)!r}", partial(_check_truncated, subject, number, keep))

@@ -75,10 +75,14 @@ def _of_added(action: Enum, check: ActionCheck, subject: Subject) -> Iterator[Ca
 
 
 def refuse_unknown(subject: Subject, checks: Mapping[Enum, ActionCheck]) -> None:
-    """Raise if the backend has rows for actions without a promise.
+    """Raise if the dispatch table has functions of the backend for actions that no check tests.
+
+    Args:
+        subject: The backend under test.
+        checks: The caller's checks, by action.
 
     Raises:
-        StrategyError: There are such rows; the error names their actions, with advice.
+        StrategyError: There are such functions; the error names their actions, with advice.
     """
     known: set[Enum] = {*OF_ACTIONS, *checks}
     unknown = [action for action in subject.actions() if action not in known]

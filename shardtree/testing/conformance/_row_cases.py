@@ -1,4 +1,4 @@
-"""Cases about a backend's rows themselves: their functions' signatures, and rows that need other rows."""
+"""Cases about a backend's dispatch-table rows: the signatures of their functions, and rows that need other rows."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ _NEEDS = {
 
 
 def signatures(subject: Subject) -> Iterator[Case]:
-    """Yield one case, which checks the signatures of all rows' functions."""
+    """Yield one case, which checks the signatures of the backend's functions in the dispatch table."""
     rows = {
         (action, subject.backend, subject.version): fn
         for action in subject.actions()
@@ -124,7 +124,10 @@ def signatures(subject: Subject) -> Iterator[Case]:
 
 
 def partners(subject: Subject) -> Iterator[Case]:
-    """Yield a case for each row that needs another, as a row for saving needs one for loading."""
+    """Yield a case for each dispatch-table row that needs another row, as saving needs loading.
+
+    The case fails if the other row is missing.
+    """
     for action, actions in _NEEDS.items():
         if subject.has(action):
             yield Case(action.value, partial(_check_partners, subject, actions))

@@ -115,15 +115,16 @@ def check_strategy(
         promises: Checks of added actions, by action: a member of an Enum of the caller's, whose value is a string. A
             check is called as ``check(function, save)``, with the row's function and a ``save`` that takes trees, one
             for each rank, and returns their `Checkpoint` in this backend. It raises AssertionError if the function is
-            wrong.
-        protocols: Protocols of added actions, by action; rows of other added actions aren't checked.
+            wrong. In `only` and the report, the promise is named after the action's value, as in the example.
+        protocols: Protocols of added actions, by action: signatures that the rows' functions must match. Without a
+            protocol, the signature isn't checked.
 
     Returns:
         The report: kept promises, refused cases, and promises that were left out, with reasons.
 
     Raises:
         AssertionError: The backend breaks promises; the error names each, with its simplest failing cases.
-        StrategyError: The table has no row for the backend, or has one for an action without a promise.
+        StrategyError: The table has no row for the backend, or has one for an added action without a check.
 
     Examples:
         >>> print(check_strategy("safetensors", 1, only=["scalars come back", "flat ranges come back"]))

@@ -55,7 +55,7 @@ VALUES: dict[str, Callable[[], Any]] = {
 
 
 def objects(subject: Subject) -> Iterator[Case]:
-    """Yield sharded objects of 2 ranks, for each kind of value."""
+    """Yield cases in which 2 ranks save sharded objects of each kind of value, and 1 and 3 ranks load them."""
     each = (Case(name, partial(_check_objects, subject, value)) for name, value in VALUES.items())
     yield from together_or_each(partial(_check_objects, subject, *VALUES.values()), each)
 
@@ -88,7 +88,7 @@ def _check_objects(subject: Subject, *values: Callable[[], Any]) -> None:
 
 
 def common_values(subject: Subject) -> Iterator[Case]:
-    """Yield common states of one value each."""
+    """Yield cases that save and load a common state with one kind of value each."""
     each = (Case(name, partial(_check_common, subject, {name: value})) for name, value in VALUES.items())
     yield from together_or_each(partial(_check_common, subject, VALUES), each)
 
@@ -104,7 +104,7 @@ def _check_common(subject: Subject, values: Mapping[str, Callable[[], Any]]) -> 
 
 
 def common_positions(subject: Subject) -> Iterator[Case]:
-    """Yield common states in a list around a shard, in a tree without shards, and beside content metadata."""
+    """Yield cases of common values in a list around a shard, in a tree without shards, beside content metadata."""
     yield Case("a list of values around a shard", partial(_check_hole, subject))
     yield Case("nothing but values", partial(_check_alone, subject))
     yield Case("content_metadata", partial(_check_content, subject))
@@ -139,7 +139,7 @@ def _tensor(replica: int = 0) -> ShardedTensor:
 
 
 def metadata(subject: Subject) -> Iterator[Case]:
-    """Yield tensors saved in layouts of each kind; their metadata must not depend on the layout."""
+    """Yield a case for each kind of layout in which tensors are saved; their metadata must not depend on it."""
     kinds = {"whole": WHOLE, "rows": ROWS, "a grid": GRID, "a scalar": even_layout((), 2), "layers": LAYERS}
     kinds |= {"boxes of no grid": IRREGULAR, "flat ranges": FLAT_ROWS}
     kinds |= {name: save_layout for name, (save_layout, _) in ZERO_SIZE.items()}
@@ -171,7 +171,7 @@ def _describe(fields: Any) -> str:
 
 
 def object_metadata(subject: Subject) -> Iterator[Case]:
-    """Yield an array of objects; the metadata must name each object."""
+    """Yield the case in which 2 ranks save an array of two `ShardedObject` leaves; the metadata must list both."""
     yield Case("objects of 2 ranks", partial(_check_object_metadata, subject))
 
 
@@ -187,7 +187,7 @@ def _check_object_metadata(subject: Subject) -> None:
 
 
 def explanations(subject: Subject) -> Iterator[Case]:
-    """Yield targets for which `explain` must predict whether they can be loaded."""
+    """Yield a case for each of several targets; `explain` must predict whether the target can be loaded."""
     fits = ShardedTensor.from_rank_offsets("w", torch.zeros(4, 3, dtype=torch.float32, device="cpu"), (1, 1, 2))
     unknown = ShardedTensor.from_rank_offsets("v", torch.zeros(2, dtype=torch.float32, device="cpu"))
     yield Case("a target that fits", partial(_check_explanation, subject, fits, None))
@@ -223,7 +223,7 @@ def _check_explanation(
 
 
 def removals(subject: Subject) -> Iterator[Case]:
-    """Yield removals of tensors and objects by a prefix of their keys; everything else must be unchanged."""
+    """Yield cases that remove tensors or objects by a prefix of their keys; everything else must be unchanged."""
     yield Case("a prefix of two keys", partial(_check_removal, subject, "exp_avg.", ("exp_avg.b", "exp_avg.w")))
     yield Case("one key", partial(_check_removal, subject, "w", ("w",)))
     yield Case("a prefix of none", partial(_check_removal, subject, "v", ()))

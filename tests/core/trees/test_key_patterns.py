@@ -126,7 +126,10 @@ def test_a_conversion_warns_of_what_a_shell_reads_otherwise(call: str) -> None:
     storage = sharded.storage.MemoryStorage()
     sharded.save([sharded.ShardedTensor.from_rank_offsets(key, torch.zeros(2)) for key in ("a.w", "a.b.w")], storage)
     given = {"leave_out": ["a.*"]} if call == "leave_out" else {"layout": {"a.*": (2,)}}
-    with pytest.warns(FutureWarning, match=rf"convert: {call}: ambiguous patterns\n  'a\.\*' fits 1 key"):
+    with pytest.warns(
+        FutureWarning,
+        match=rf"convert: {call}: patterns that match other keys here than in a shell\n  'a\.\*' fits 1 key",
+    ):
         sharded.convert(storage, sharded.storage.MemoryStorage(), backend="safetensors", **given)
 
 

@@ -14,7 +14,7 @@ FOLDERS = {
     "common.pt": "an unfinished save of Megatron-Core",
     "mp_rank_00/model_optim_rng.pt": "before torch_dist",
     "__0.metadata": "use_collectives=False",
-    "__0_0.distcp": "was not finished",
+    "__0_0.distcp": "the save is unfinished",
     "model-00001-of-00002.safetensors": "download the index, too",
     ".zarray": "Pass the array's group",
     "pytorch_model.bin": "safe_serialization=True",

@@ -115,7 +115,14 @@ def check_idle(calls: Calls) -> None:
 
 
 def _written_count(calls: Sequence[QueuedSave], *, blocking: bool, no_dist: bool) -> int:
-    """Return the number of saves at the beginning of `calls` that every rank has written."""
+    """Return the number of saves at the beginning of `calls` that are written, on every rank or on this rank.
+
+    Args:
+        calls: Saves in progress, all with the same world.
+        blocking: Whether to wait for this rank's writes first, for at most a minute.
+        no_dist: Whether to count this rank's writes alone. Otherwise the call is collective, and a save counts if every
+            rank has written it.
+    """
     world = calls[0].request.world
 
     def count_own() -> tuple[int, int]:
@@ -246,7 +253,11 @@ def _at_exit() -> None:
 
 
 def _wait_for_writing(own: _Process) -> None:
-    """Wait for this process's writes; after an exception, set a short limit, since other ranks may not take part."""
+    """Wait until this process has written its saves.
+
+    If an uncaught exception ends the process, the time limit of the commits is then set to a minute, since other ranks
+    may not take part in them.
+    """
     for calls, _ in own.queues:
         for call in tuple(calls):
             call.writing.exception()
@@ -256,7 +267,7 @@ def _wait_for_writing(own: _Process) -> None:
 
 
 def _leading(calls: Calls) -> list[QueuedSave]:
-    """Return the first saves, up to the first with another world, so that one collective can compare them all."""
+    """Return the saves at the head of a queue that share one world, so that one collective can compare them all."""
     world = calls[0].request.world
     return list(takewhile(lambda call: call.request.world is world, calls))
 

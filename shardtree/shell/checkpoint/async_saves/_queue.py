@@ -53,7 +53,11 @@ class Background:
         return future
 
     def stop(self, *, wait: bool = True) -> None:
-        """Let the thread end after it has run all submitted functions."""
+        """End the thread after it has run all submitted functions.
+
+        Args:
+            wait: Whether to wait until the thread has ended.
+        """
         if self._thread is not None:
             self._jobs.put(None)
             if wait:
@@ -126,7 +130,8 @@ class AsyncCallsQueue:
         """Allocate the memory for a save of this tree, so that the first save blocks no longer than later ones.
 
         The first access to new memory, or pinning it, takes many times longer than a copy. The tensors are copied once,
-        and the copies dropped; their memory is kept for the next save until a queue is closed.
+        and the copies dropped; their memory is kept for the next save. Closing this queue, or another one of the
+        process, frees it.
 
         Raises:
             TreeError: a leaf is a DTensor.
@@ -144,7 +149,8 @@ class AsyncCallsQueue:
     def schedule_async_request(self, async_request: AsyncRequest[Any]) -> int:
         """Begin to write in the background, and return the call's index, from 0; every rank must call this.
 
-        A request can be scheduled once, and runs unchanged: `add_finalize_fn` returns a new request.
+        A request can be scheduled once. Finalizers must be added before: `add_finalize_fn` returns a new request, and
+        the queue runs the one that was scheduled.
 
         Raises:
             CheckpointingException: the argument isn't a request, or is scheduled already; or `exit_timeout` is invalid.
@@ -169,7 +175,8 @@ class AsyncCallsQueue:
         abandoned, and the previous content of its folder stays; later saves are left to the next call.
 
         Args:
-            blocking: Whether to wait until all saves are written; otherwise only leading written ones are committed.
+            blocking: Whether to wait until all saves are written; otherwise, the first save that isn't written yet and
+                all later ones stay in progress.
             no_dist: Whether to look only at this rank's writes. A rank whose part is written then waits in the commit
                 for the others, which must commit too.
 

@@ -143,7 +143,10 @@ def _like(copy: torch.Tensor, source: _Source) -> torch.Tensor:
 
 
 def _copy_here(sources: dict[_Identity, _Source], memory: HostMemory) -> dict[_Identity, torch.Tensor]:
-    """Copy sources in host memory, or on a device without staged copies, and return the copies by identity."""
+    """Copy sources to pooled host memory, synchronously, and return the copies by the sources' identities.
+
+    The sources are in host memory, or on a device for which `copies_of` returns None.
+    """
     copies = _room(sources, memory.lend(_aligned_bytes(sources)))
     ranges = list[_Pair]()
     for name, source in sources.items():

@@ -129,7 +129,7 @@ def ask(world: World, open_here: Callable[[], Checkpoint], request: LoadRequest)
 
 
 def _alike_arguments(request: LoadRequest) -> dict[str, object]:
-    """Return the arguments, by name, that ranks compare with each other, without default values."""
+    """Return the arguments that must be equal on all ranks and that differ from their defaults, by name."""
     strict = getattr(request.strict, "value", request.strict)
     arguments = {} if strict == StrictHandling.ASSUME_OK_UNEXPECTED.value else {"strict": strict}
     arguments |= {"cast": request.cast} if request.cast else {}
@@ -185,9 +185,10 @@ def resolve(
 
 
 def with_metadata(request: LoadRequest, local: LocalLoad) -> LocalLoad:
-    """Return a rank's prepared load, with complete metadata in the cache of its checkpoint.
+    """Return a rank's prepared load, with all facts about the stored tensors in the cache of its checkpoint.
 
-    Collective only for formats whose metadata rank 0 parses for all, or whose metadata is incomplete.
+    All ranks must call this. They communicate only for a format whose metadata rank 0 parses for all ranks, or whose
+    metadata lacks some facts.
     """
     sharded, _, strategies = request.choices
     checkpoint = parse_together(local.checkpoint, sharded, strategies)

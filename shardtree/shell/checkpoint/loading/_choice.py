@@ -17,7 +17,7 @@ _WORTH_BYTES = 128 * 1024 * 1024
 
 
 class ReadPlace(NamedTuple):
-    """The place from which a rank reads.
+    """A rank's machine and its connection to the storage, from which ranks choose whether to read for each other.
 
     Attributes:
         host: The name of its machine.
@@ -29,7 +29,9 @@ class ReadPlace(NamedTuple):
 
 
 def place_of(storage: Storage, ranks: int) -> ReadPlace:
-    """Return the place from which this rank reads a storage; empty for a single rank, which has no choice to make.
+    """Return this rank's machine, and whether its reads of a storage cross a network.
+
+    A single rank gets an empty name and False, since no other rank can read for it.
 
     Examples:
         >>> from shardtree.storage import MemoryStorage

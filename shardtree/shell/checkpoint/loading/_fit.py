@@ -132,8 +132,8 @@ def unexpected_keys(stored: Stored, target: Target, unexpected: Collection[str])
     Args:
         stored: The checkpoint's contents.
         target: The rank's target.
-        unexpected: The target's keys that are not stored; empty if the strict mode does not use them, and then
-            the result is empty too.
+        unexpected: The target's keys that are not stored, from `compare_keys`, which returns none for a strict mode
+            that does not use them. If there are none, the result is empty.
     """
     if not unexpected:
         return ()
@@ -143,7 +143,9 @@ def unexpected_keys(stored: Stored, target: Target, unexpected: Collection[str])
 
 
 def in_common_state(stored: Stored, problems: Iterable[P], target: Target) -> tuple[P, ...]:
-    """Return the problems; those about tensors that the common state holds get the tensor's path in that state.
+    """Return the problems, with a hint added to each missing tensor that is stored in the common state.
+
+    The hint is the tensor's path in that state.
 
     Args:
         stored: The checkpoint's contents; if the common state can't be read, the problems are unchanged.

@@ -52,9 +52,9 @@ def load(
     value there. If that has none either, the result lacks the tensor, and a warning and the report name it. Other plain
     values in the target are ignored. The result has all containers of the target, as in `trees.join`.
 
-    Some of the stored common state is left out: lists, tuples and records with shards that the target doesn't request,
-    and keys that only some ranks had and no rank's target has. If this leaves out plain values, the report and
-    ``strict="raise_all"`` list their paths. The steps:
+    Some of the stored common state is left out: lists, tuples and class instances that contain shards which the target
+    doesn't request; and keys that only some ranks had and no rank's target has. If this leaves out plain values, the
+    report and ``strict="raise_all"`` list their paths. The steps:
 
     1. Open: rank 0 reads metadata.json. No collective; ranks learn of a failure in the next step.
     2. Ask: ranks take their targets apart and exchange descriptions of them. One collective, two for many ranks. Then
@@ -70,16 +70,17 @@ def load(
     Args:
         sharded_state_dict: The target, whose shards are requests. Their data may be tensors on any device (results go
             there), None, or meta tensors (results go to `device`). The target isn't changed.
-        checkpoint_dir: Directory, URL or `Storage` of the checkpoint; or the `checkpoint` of an open one, which isn't
-            opened again if `options` are the same.
+        checkpoint_dir: Directory, URL or `Storage` of the checkpoint; or the attribute `checkpoint` of the result of
+            `open_checkpoint`, which isn't opened again if `options` are the same.
         sharded_strategy: Replacement of the format's function that loads shards: a function, or the name or the
             (backend, version) of the row to use.
         common_strategy: Replacement of the format's function that loads the common state.
         validate_access_integrity: Whether ranks exchange their targets and check that exactly one main replica
             requests each element.
-        strict: Mode for keys that only the target or only the checkpoint has. Dicts of the result lack keys that a mode
-            leaves out. A list, tuple or instance of a class (say, with a field that is new since the save) keeps the
-            target's own value there, and the report's `kept` names it.
+        strict: Mode for keys that only the target or only the checkpoint has. By default, a requested key that isn't
+            stored is an error, and a stored key that isn't requested is ignored. Dicts of the result lack keys that a
+            mode leaves out. A list, tuple or instance of a class (say, with a field that is new since the save) keeps
+            the target's own value there, and the report's `kept` names it.
         world: The ranks that take part; torch.distributed's default group, or else this process alone.
         donate: Whether the target's tensors, including those that factories hold, are filled in place and returned.
             Tied weights, the same memory under several keys, are filled once. If the load fails from step 5 on, their
@@ -107,8 +108,8 @@ def load(
     Raises:
         MetadataError: this machine doesn't have `device`, or it is the meta device.
         NotACheckpoint: the directory holds no finished checkpoint.
-        KeyMismatch: a requested key isn't stored, or `strict` doesn't allow a difference of keys; or a plain tensor of
-            the target is stored under another key than that of its path.
+        KeyMismatch: a requested key isn't stored, or `strict` doesn't allow a difference of keys; or the key of a plain
+            tensor, its path joined by dots, isn't stored, but another key seems to mean this tensor.
         TreeError: the target doesn't fit the common state, or is too deep; a rule for objects matches no key.
         UnsupportedValue: a shard lies inside a value that tree maps do not enter; a rule can't handle an object.
         ShapeError: a tensor's global shape or dtype differs; the checkpoint doesn't cover the target; a stored value

@@ -1,4 +1,8 @@
-"""Comparison of a target's objects with the stored ones, and rules for arrays of objects that change their shape."""
+"""Comparison of a target's objects with the stored ones, and rules for arrays that are stored in another shape.
+
+An array is the global array of all objects with one key, and its cells are the single objects. If the target has the
+array in another shape than the stored one, a rule from `LoadOptions.object_rules` computes the cells to load.
+"""
 
 from __future__ import annotations
 
@@ -39,12 +43,12 @@ class ObjectsFit:
     rules: Mapping[str, ObjectRule] = field(default_factory=dict)
 
     def changes(self, item: ShardedObject) -> bool:
-        """Return whether a target's object belongs to an array that changes its shape."""
+        """Return whether a target's object belongs to an array that is stored in another shape."""
         return (item.key, item.global_shape) in self.arrays
 
     @property
     def cells_to_read(self) -> list[ShardedObject]:
-        """The stored cells whose data must be read for the rules; arrays that a rule drops need none."""
+        """The stored cells whose data the rules need; the rule `drop_objects` needs none of its array's cells."""
         drop_objects = leaf("drop_objects")
         return [item for item in self.cells if self.rules[item.key] is not drop_objects]
 
@@ -60,12 +64,13 @@ def fit_objects(
     Args:
         objects: The target's objects.
         metadata: The stored tensors and objects; None if the format can't list them, and then no problems are found.
-        rules: Rules by patterns of keys.
-        others: Keys that patterns of rules may match in addition to stored and requested keys.
+        rules: Rules that convert arrays to another shape, by patterns of keys.
+        others: Keys that were left out of the target; patterns of rules may match them, too.
 
     Raises:
         TreeError: A rule's pattern matches no key.
-        IntegrityError: The old or the new shape of an array with a rule is ambiguous.
+        IntegrityError: An array with a rule is stored in several shapes, or is requested in a shape with an unknown
+            length (-1).
     """
     if metadata is None or not (objects or rules):
         return ObjectsFit()
@@ -107,12 +112,12 @@ def _keys(metadata: Metadata) -> set[str]:
 
 
 def reshaped_values(fit: ObjectsFit, objects: Sequence[ShardedObject], values: Sequence[Any]) -> list[Any]:
-    """Return the values that rules compute from stored objects, one for each object of `objects`.
+    """Return the values that the rules of `fit` compute from stored objects, one for each object in `objects`.
 
     Args:
-        fit: The fit of the target's objects.
-        objects: The target's objects of arrays that change their shape.
-        values: The data of `fit.cells_to_read`.
+        fit: The result of `fit_objects`.
+        objects: The target's objects whose arrays are stored in another shape.
+        values: The data of each cell in `fit.cells_to_read`.
 
     Raises:
         IntegrityError: A cell isn't stored, or values that must be equal differ.

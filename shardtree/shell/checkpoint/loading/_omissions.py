@@ -1,8 +1,8 @@
 """Omissions of a load: values of the target that aren't stored, and stored values that the result can't hold.
 
-Dicts of the result lack values that aren't stored. A list, tuple or instance of a class needs a value at each index or
-field: in modes that leave out values that aren't stored, it keeps the target's own value. So do dicts within it, if
-nothing is loaded there.
+Some strict modes leave out values that aren't stored. A dict of the result then lacks such values. A list, tuple or
+instance of a class needs a value at each index or field, so it keeps the target's own value instead. A dict inside such
+a container also keeps its own values if nothing is loaded into it.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ _SHARDED = (ShardedTensor, ShardedObject)
 def leave_out(target: Target, tree: Any, unexpected: set[str], mode: StrictHandling) -> Target:
     """Return the target without shards that aren't stored.
 
-    In a mode that leaves out such shards, the result's `own` holds the target's values that lists, tuples and
-    instances of classes keep if nothing is stored for them.
+    In a mode that leaves out such shards, the result has `Target.own`: the target's own values, for the places where a
+    list, tuple or instance of a class needs a value and none is stored.
 
     Args:
         target: A rank's target, split into leaves.
@@ -152,10 +152,10 @@ class Omissions:
         left_out: Paths of stored plain values that can't be returned, since containers around them lack shards.
         unfilled: Paths of the target's plain tensors for which nothing is stored.
         kept: Paths of the target's own values that are in the result, since nothing is stored for them.
-        union_paths: Paths of all plain values in the stored common state; empty unless that state is a union of several
-            ranks' states, of which each rank loads a part.
-        unasked_bits: A packed bit for each of `union_paths`, set if this rank's part of the union lacks the value. A
-            tuple of one bytes object; empty without a union.
+        union_paths: Paths of all plain values in the stored common state, if that state is a union: the save united the
+            common states of several ranks, and each rank loads a part of it. Otherwise empty.
+        unasked_bits: Flags of the values in `union_paths` that this rank doesn't load, one bit each, as packed by
+            `numpy.packbits`. They are a single bytes object in a tuple; () if the stored state isn't a union.
     """
 
     left_out: tuple[str, ...] = ()
@@ -170,7 +170,11 @@ class Omissions:
         return self.unfilled, self.kept, self.unasked_bits
 
     def unasked_paths(self, all_bits: Sequence[bytes]) -> tuple[str, ...]:
-        """Return the paths of stored values that no rank's part of a union has, given all ranks' `unasked_bits`."""
+        """Return those of `union_paths` that no rank loads.
+
+        Args:
+            all_bits: The bytes objects in the `unasked_bits` of all ranks.
+        """
         if len(set(map(len, all_bits))) != 1:  # nothing was united, or a caller's function loads different states
             return ()
         of_all = np.bitwise_and.reduce([np.frombuffer(bits, dtype=np.uint8) for bits in all_bits])
@@ -189,8 +193,8 @@ def join_common(stored: Stored, target: Target, rest: Target, mode: StrictHandli
 
     Raises:
         TreeError: The target doesn't fit the common state.
-        KeyMismatch: Values are left out, and the mode raises for all values that aren't loaded; or a plain tensor is
-            stored under another key than that of its path, and the mode doesn't leave it out.
+        KeyMismatch: There are `left_out` or `unfilled` values (see `Omissions`), and the mode is RAISE_ALL. Or a plain
+            tensor seems to be stored under a key that isn't its path, in a mode that leaves nothing out.
         CorruptCheckpoint, UnsafeFile: The common state can't be read.
     """
     whole, unions = stored.common(rest.types), unions_of(stored.checkpoint.fields)
@@ -205,13 +209,13 @@ def join_common(stored: Stored, target: Target, rest: Target, mode: StrictHandli
 
 
 def check_join(stored: Stored, common: Any, target: Target, mode: StrictHandling) -> Omissions:
-    """Return the omissions of a load, from a trial join of the common tree with the target's leaves before loading.
+    """Return the omissions of a load, found by joining the common tree with the target before any tensor is read.
 
-    The join with the loaded values, later, has the same omissions.
+    `Omissions` lists them by kind. The final join, with the loaded values, has the same ones.
 
     Raises:
         TreeError: The target doesn't fit the common state.
-        KeyMismatch: There are omissions that the mode refuses.
+        KeyMismatch: The mode refuses an omission; see `join_common`.
     """
     # An optimizer's state in tuples, or a list with shards beside values, can't be returned without its shards: it is
     # left out, so that a partial load can succeed.
@@ -292,10 +296,10 @@ def log_of_ranks(mode: StrictHandling, unfilled: Iterable[str], kept: Iterable[s
     """Log the omissions of all ranks.
 
     Args:
-        mode: The strict mode. IGNORE_ALL doesn't log `kept`, and only modes that log keys log `unasked`.
+        mode: The strict mode. In IGNORE_ALL, `kept` isn't logged. Only LOG_UNEXPECTED and LOG_ALL log `unasked`.
         unfilled: Paths of the ranks' plain tensors for which nothing is stored; duplicates are logged once.
         kept: Paths of the ranks' own values in the results; duplicates are logged once.
-        unasked: Paths of the stored values that no rank's part of a union has.
+        unasked: Paths of the values in the stored union of common states that no rank loads.
     """
     log_omissions(TARGET_TENSORS, list(dict.fromkeys(unfilled)))
     log_omissions(KEPT_VALUES, [] if mode is StrictHandling.IGNORE_ALL else list(dict.fromkeys(kept)))

@@ -59,16 +59,17 @@ def stored_shard(shard: ShardedTensor, kinds: Kinds) -> ShardedTensor:
 
 
 def groups_of(shards: Shards, kinds: Kinds, rounds: Column | None = None, count: int = 0) -> list[list[ShardedTensor]]:
-    """Divide a rank's shards into groups, each of which is read at once.
+    """Divide a rank's shards into groups, to be read one group after another.
 
-    The first group has the shards that need no conversion. Shards to convert follow in rounds of bounded size.
+    The first group has the shards that need no conversion. Each further group is a round of shards that are converted;
+    its size is bounded.
 
     Args:
         shards: The rank's shards.
         kinds: The stored kinds (dtype, shape), by key.
-        rounds: The round of each shard to convert, int64 (shards to convert,), if ranks read for each other and have
-            agreed on them; None to divide the shards here.
-        count: The number of rounds, if `rounds` is given.
+        rounds: Index of the round of each shard that is converted, int64 (converted shards,), as agreed by ranks that
+            read for each other. None: this function divides them.
+        count: Number of rounds, if `rounds` is given.
     """
     alike, others = by_dtype(shards, kinds)
     if rounds is None and others:
@@ -163,7 +164,10 @@ def destination_of(reading: Reading, leaves: Sequence[Any]) -> Destination:
 
 
 def _is_read_to_device(reading: Reading, shard: ShardedTensor) -> bool:
-    """Return whether a shard's memory on a device may be filled directly, in parts: not if its dtype is converted."""
+    """Return whether a shard on a device may be filled part by part, without a whole copy in host memory.
+
+    The format must support this, ranks mustn't read for each other, and the dtype mustn't be converted.
+    """
     is_alike = shard.key not in reading.kinds or reading.kinds[shard.key].dtype == shard.dtype
     return is_alike and reading.fills_devices
 

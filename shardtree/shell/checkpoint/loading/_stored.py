@@ -65,7 +65,13 @@ class Stored:
 
     @cached_property
     def objects(self) -> Metadata | None:
-        """The stored objects, and the tensors in the same format; None if that format can't list its contents."""
+        """The contents of the format that stores the objects: all objects, and any tensors that it stores too.
+
+        None if the objects have a format of their own, which can't list its contents.
+
+        Raises:
+            StrategyError: The format stores objects and tensors, and doesn't list its contents.
+        """
         beside, strategies = common_backend(self.checkpoint.fields), self.choices[2]
         if not are_objects_beside(self._backend, beside, strategies):
             return self.tensors

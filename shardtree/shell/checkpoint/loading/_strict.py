@@ -16,21 +16,27 @@ class StrictHandling(Enum):
     """Modes for mismatched keys, with the names and meanings of Megatron-Core's.
 
     *Unexpected* keys are requested by this rank's target but not stored. *Missing* keys are stored but requested by no
-    rank; the ``*_ALL`` modes look for them too, and ranks exchange their keys for that.
+    rank. The ``*_ALL`` modes look for missing keys too, for which ranks exchange their keys.
+
+    Modes that leave keys out treat the target's containers as follows:
+
+    - A dict of the result lacks what isn't stored.
+    - A list, tuple or instance of a class keeps the target's own value where none is stored: the data of a shard, a
+      plain value or a plain tensor. A dict inside such a container does so too if nothing is loaded into that dict. If
+      values are loaded into the container, but a shard that isn't stored has no data, the load raises a TreeError.
+    - An instance of a class lacks stored fields that the class doesn't have by now.
+    - A list or tuple may have another length than the stored one. But if shards are requested in it and the stored one
+      has plain values, another length is a TreeError, since such values have no keys that assign them to shards.
 
     Attributes:
         ASSUME_OK_UNEXPECTED: Keys aren't compared. An unexpected key is an error of the load's check, before a tensor
             is read, or of the read if the format can't list its keys.
-        LOG_UNEXPECTED: Unexpected keys are logged, all by name, and left out of dicts. Lists, tuples and instances of
-            classes, and dicts within them, keep the target's own value for a shard, plain value or plain tensor that
-            isn't stored; a shard without data is an error there. Stored fields that a class lacks by now are left out.
-            A list or tuple may have another length than the stored one if it contains only stored plain values or only
-            requested shards. If it contains both, that is an error, since values have no keys that assign them to
-            shards. All this holds for all modes that leave keys out.
+        LOG_UNEXPECTED: Unexpected keys are logged, all by name, and left out.
         LOG_ALL: Unexpected and missing keys are logged, all by name, and unexpected ones left out.
         RAISE_UNEXPECTED: Unexpected keys are an error before anything is read: a `KeyMismatch`, whose attribute
             `unexpected` lists all of them.
-        RAISE_ALL: Unexpected and missing keys are an error, whose attributes `unexpected` and `missing` list all.
+        RAISE_ALL: Unexpected and missing keys are an error: a `KeyMismatch`, whose attributes `unexpected` and
+            `missing` list all of them.
         RETURN_UNEXPECTED: Unexpected keys are left out and returned.
         RETURN_ALL: Unexpected keys are left out and returned, and missing keys are returned too.
         IGNORE_ALL: Unexpected keys are left out silently.

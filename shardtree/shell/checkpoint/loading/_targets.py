@@ -35,6 +35,8 @@ Kinds = Mapping[str, TensorKind]
 def usable_device(device: str | torch.device | None) -> torch.device:
     """Return the device for tensors that have no memory in the target, after checking that the machine has it.
 
+    None means the CPU.
+
     Raises:
         MetadataError: This machine lacks the device, or it is the meta device, which has no memory.
 
@@ -94,13 +96,15 @@ def with_memories(
 ) -> list[ShardedTensor]:
     """Check the shards, and return each with memory to fill.
 
-    The memory is on the CPU, unless the shard's device can be filled directly, in parts.
+    The result of a shard belongs on the device of its tensor, or on `device` if it has no memory in the target. The
+    memory returned here is on that device if the reader can fill it there part by part. Otherwise it is on the CPU, and
+    `deliver_all` copies it to the device.
 
     Args:
         shards: The target's shards.
         donate: Whether their tensors may be filled in place.
         device: The device of tensors that have no memory in the target.
-        is_staged: Function that returns whether the reader can fill memory on a device directly for a shard.
+        is_staged: Function that returns whether the reader can fill a shard's memory on a device part by part.
 
     Raises:
         ShapeError: `check_tensors` refuses a tensor.
@@ -162,7 +166,7 @@ def check_tensors(pairs: Sequence[tuple[ShardedTensor, torch.Tensor | None]], *,
 
 
 def _is_memory(shard: ShardedTensor, tensor: torch.Tensor) -> bool:
-    """Return whether a donated tensor can be filled as it is, by a quick test that most donated tensors pass."""
+    """Return whether a donated tensor can surely be filled as it is; this quick test may reject tensors that can."""
     unchanged = tensor.dtype is shard.dtype and tensor.shape == shard.data_shape and tensor.layout is torch.strided
     return unchanged and not tensor.requires_grad and is_plain_memory(tensor) and not lacks_memory(tensor)
 
@@ -256,7 +260,7 @@ class Target:
 
     @property
     def plain_keys(self) -> set[str]:
-        """The keys that plain tensors request if they are stored."""
+        """The plain tensors' paths as keys: each requests the stored tensor of that key, if there is one."""
         return set(map(trees.path_key, self.plain.values()))
 
     def keys_among(self, checkpoint_keys: Set[str]) -> set[str]:

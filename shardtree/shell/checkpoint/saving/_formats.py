@@ -87,8 +87,8 @@ def steps_of_formats(
         pending: The save, with the common state.
         writes: The tensors and objects that this rank writes.
         formats: The formats, with their backends.
-        unions: All ranks' keys, united, for each dict of the common state whose keys differ between ranks; by the
-            dict's path.
+        unions: Keys that all ranks have, for each dict of the common state whose keys differ between ranks; by the
+            dict's path. They are recorded in metadata.json.
 
     Raises:
         StrategyError: a format can't save.

@@ -204,10 +204,11 @@ def _kind(data: Any) -> str:
 
 
 def check_union(save: Save) -> None:
-    """Raise unless `options.common` is valid, and, for a union, nothing excludes values from the comparison of ranks.
+    """Raise if `SaveOptions.common` is invalid, or requests a union of common states that ranks don't compare whole.
 
     Raises:
-        MetadataError: the value is unknown, or a union is requested without a complete comparison.
+        MetadataError: the value is unknown. Or it is "union", but ``validate_access_integrity=False`` turns the
+            comparison off, or the caller passed a function that may leave out values before the comparison.
     """
     common = save.options.common
     if common not in ("same", "union"):
@@ -274,8 +275,8 @@ def _union(commons: Mapping[int, Any], first: Sequence[int], own_rank: int, tree
     """Return the union of all ranks' common trees: each dict has the keys that any rank has in it.
 
     Args:
-        commons: The distinct common trees, with holes; each by the first rank that has it.
-        first: The first rank with an equal common tree, for each rank.
+        commons: Distinct common trees, with holes. Ranks with equal trees share one, whose key is the first such rank.
+        first: Key in `commons` of each rank's tree, by rank.
         own_rank: This rank.
         tree: This rank's tree, with shards.
 

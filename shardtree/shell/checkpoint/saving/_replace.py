@@ -133,18 +133,21 @@ def remove_sibling(storage: Storage, sibling: Sibling, strategies: Strategies | 
 
 
 def _others(old: Storage, sibling: Sibling, strategies: Strategies | None) -> tuple[str, ...]:
-    """Return the old files that belong neither to the checkpoint nor to another save."""
+    """Return the names of files and empty folders that belong to other programs.
+
+    These are the entries of the replaced checkpoint's folder that belong neither to it nor to another save.
+    """
     own = own_files(old, strategies)
     folders = {str(above) for name in own for above in PurePosixPath(name).parents} - {"."}
     return tuple(name for name in sibling.old_names() if name not in own and not _is_of_saves(name, folders))
 
 
 def _is_of_saves(name: str, folders: set[str]) -> bool:
-    """Return whether a file or empty folder of the old folder comes from a save, judged by its name.
+    """Return whether a file or empty folder was made by a save of this library, as its name shows.
 
     Args:
-        name: Name of a file; or of an empty folder, with a slash at the end.
-        folders: Names of the folders of the checkpoint's own files.
+        name: Name in the replaced checkpoint's folder; that of an empty folder ends in a slash.
+        folders: Names of all folders in which the replaced checkpoint has files.
     """
     plain = PurePosixPath(name)
     if not name.endswith("/"):

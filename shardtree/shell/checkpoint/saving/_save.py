@@ -49,8 +49,8 @@ def save(
 ) -> AsyncRequest[Any] | None:
     """Save a sharded tree; every rank of the world calls it with its own tree.
 
-    Step 6 makes the folder a checkpoint, by metadata.json or the format's own file. Until then, an existing checkpoint
-    stays unchanged. The steps:
+    A save takes six steps. The last one makes the folder a checkpoint, by writing metadata.json or the format's own
+    file. Until then, an existing checkpoint stays unchanged.
 
     1. Take the tree apart: shards, objects, common state. Factories build their shards; an asynchronous save copies
        the common state. Ranks learn of a failure in the next step.
@@ -90,8 +90,8 @@ def save(
         options: Durability, checksums, fingerprints, snapshots, progress, and the union of ranks' common states.
 
     Returns:
-        None; with `async_sharded_save` the request, to be scheduled, executed or abandoned on every rank. A request
-        that is dropped instead warns (ResourceWarning), and the next save to the folder removes its files.
+        None; with `async_sharded_save` the request, to be scheduled, executed or abandoned on every rank. If a request
+        is dropped instead, there is a ResourceWarning, and the next save to the folder removes its files.
 
     Raises:
         CheckpointReplaced: a save to the same folder is in progress.
@@ -100,8 +100,8 @@ def save(
             `layout` differs from the ranks' shards or between ranks.
         UnsupportedValue: a value can't be stored, or a shard lies inside a value that tree maps do not enter.
         StorageError: files can't be written, ranks don't see the same folder, or its name is that of a file.
-        RemoteError: on every rank, if one of several failed; also an instance of the class above that all failures
-            share.
+        RemoteError: on every rank, if one of several failed. If all failures have the same class among those above,
+            the error is an instance of that class too.
 
     Examples:
         >>> import tempfile, torch, shardtree as st
@@ -163,14 +163,17 @@ Message = tuple[LayoutDescription | None, Start | None]
 
 
 def meet(save: Save, parts: Callable[[], TreeParts], undo: ExitStack) -> Save:
-    """Exchange descriptions of the ranks' shards, and the folder from rank 0; return the save with both.
+    """Exchange the ranks' descriptions of their shards, make the save's folder on rank 0, and tell all ranks its name.
 
     This takes one all-gather, or two for many ranks.
 
     Args:
         save: The arguments of `save`.
-        parts: Function that returns this rank's tree, split into parts, or raises the error of step 1.
+        parts: Function that returns this rank's tree, split into parts, or raises the error of splitting it.
         undo: Stack for the callbacks that remove the folder that rank 0 makes, if the save fails.
+
+    Returns:
+        The save with more fields set, such as this rank's `parts`, all ranks' `descriptions`, and rank 0's `start`.
     """
     world = save.world
     describes = save.validate or save.options.check_replicas or save.layout is not None
@@ -214,7 +217,7 @@ def meet(save: Save, parts: Callable[[], TreeParts], undo: ExitStack) -> Save:
 
 
 def _alike_arguments(save: Save) -> dict[str, object]:
-    """Return the arguments, by name, that ranks compare with each other, without default values."""
+    """Return the arguments that must be equal on all ranks, by name; those with their default value are omitted."""
     if save.world.size == 1:
         return {}
     flags = {"overwrite": save.overwrite, "async_sharded_save": save.is_async}
@@ -241,7 +244,9 @@ def compare_common(save: Save, tree: Any) -> Save:
 
 
 def check_replicas(save: Save) -> None:
-    """Raise if replicas differ; one all-gather if they are equal.
+    """Raise if replicas differ.
+
+    This is collective; it takes one all-gather if the replicas are equal.
 
     Raises:
         IntegrityError: shards don't fit together, or replicas differ.
@@ -263,12 +268,14 @@ _PLAN_STEPS = ("save: check integrity", "save: see the folder")
 
 
 def plan(save: Save, writing: World) -> AsyncRequest[Any]:
-    """Return the request that writes this rank's part to rank 0's folder, and then commits; a barrier.
+    """Return the request that writes this rank's part of the checkpoint, and then commits the save.
+
+    The call is collective: it returns once all ranks have planned. Nothing is written yet.
 
     Args:
-        save: The save, whose ranks have met.
-        writing: World for the write and the commit: the same ranks, with a process group of its own if the save is
-            asynchronous.
+        save: The save, as `meet` returns it.
+        writing: World for the write and the commit. It has the same ranks as the save's world, but an asynchronous save
+            has its own process group.
     """
     return agree(save.world, "save: plan", partial(_plan, save, writing), steps=_PLAN_STEPS)
 

@@ -51,20 +51,22 @@ logger = logging.getLogger("shardtree")
 class Saver:
     """One rank's share of a running save, from the first write to the clean-up, or until it is abandoned.
 
-    Every rank calls `write`; only rank 0 calls `index` and `publish`.
+    Every rank calls `write`; only rank 0 calls `index` and `publish`. A save that fails is abandoned: its files are
+    removed, and it is never committed.
 
     Attributes:
         pending: Description of the save that the formats' functions get: its storage, name, ranks and options.
         formats: The formats of the shards and of the common state.
         steps: Functions and requests of the formats, which write the shards, the indexes and the common state.
-        claim: Claim that marks this save as alive; on rank 0 only.
-        folder: Folder made at the destination, which `write` syncs; None on other ranks, and if none needs a sync.
+        claim: Claim that marks this save as alive for other saves of the same process; only on rank 0.
+        folder: Folder that rank 0 made at the destination; `write` waits until it is on the medium. None on all other
+            ranks, and if no folder has to be waited for.
         has_run: Whether `write` was called before.
-        has_written: Whether `write` has begun to write, and its files haven't been removed since.
+        has_written: Whether files of `write` may exist: it has begun to write, and `abandon` hasn't removed them since.
         common: Function that waits for the thread in which `write` writes the common state, and returns the state's
             fields of metadata.json; None without such a thread.
-        look: Function for `publish` that raises if another checkpoint has appeared at the destination. `index` begins
-            the search, in a thread if it takes network requests. None if no search was begun.
+        look: Function that raises if another checkpoint has appeared at the destination: `index` begins this search, in
+            a thread if it takes network requests, and `publish` waits for it. None if no search was begun.
     """
 
     pending: PendingSave
@@ -93,7 +95,7 @@ class Saver:
         )
 
     def write(self) -> tuple[Any, ...]:
-        """Write this rank's files without a collective, and return one result for each request of `steps`."""
+        """Write this rank's files without a collective, and return the results of the formats' requests, in order."""
         pending, steps, alone = self.pending, self.steps, not self.formats.in_save_folder
         is_conditional = can(pending.storage).replace_if is not None
         # A committed request must not run again: its files are the checkpoint by then. If publishing is conditional,
@@ -124,7 +126,13 @@ class Saver:
         return results
 
     def _claim_again(self, *, alone: bool) -> None:
-        """Make the folder and its claim again if the request runs once more after the save was abandoned."""
+        """Make the save's folder and claim again if an earlier execution of the request failed and removed them.
+
+        Called only on rank 0, before it writes.
+
+        Args:
+            alone: Whether to refuse if another save is in progress, because files of both would have the same names.
+        """
         pending, durable = self.pending, self.pending.options.durable
         if pending.replaced is not None:
             check_same(pending.replaced, self.formats.strategies)
@@ -269,7 +277,13 @@ def _abandon_all(requests: Sequence[AsyncRequest[Any]]) -> None:
 
 @contextmanager
 def _keeping_others_away(pending: PendingSave) -> Iterator[None]:
-    """Exclude other saves during the block; raise if one is in progress and this process lacks its own claim."""
+    """Exclude other saves to the same folder while the block runs.
+
+    On rank 0, the save's claim excludes them already. Each other rank holds the folder's lock meanwhile.
+
+    Raises:
+        StorageError: another save is in progress. This is checked only if the process lacks this save's claim.
+    """
     with nullcontext() if pending.world.rank == 0 else locked(pending.storage):
         if not is_claimed(pending.save_id):
             check_alone(pending.storage, pending.save_id)
@@ -277,9 +291,10 @@ def _keeping_others_away(pending: PendingSave) -> Iterator[None]:
 
 
 class _UseCheck:
-    """A flag that all copies of a request share; warns if it is garbage-collected before one is run or abandoned.
+    """A flag that an `AsyncRequest` and its copies share: whether one of them was executed or abandoned.
 
-    The warning removes no files, since other ranks may be writing.
+    If the flag is garbage-collected before that, a warning is issued. No files are removed then, since other ranks may
+    be writing.
     """
 
     def __init__(self, where: str) -> None:
@@ -296,7 +311,10 @@ class _UseCheck:
 
 
 def warns_unused(request: AsyncRequest[Any]) -> AsyncRequest[Any]:
-    """Return a request that warns if it is garbage-collected before it or a copy of it was run or abandoned."""
+    """Return a request that warns if it is dropped unused: garbage-collected without being executed or abandoned.
+
+    An execution or abandonment of a copy counts too.
+    """
     folder = request.folder
     check = _UseCheck("a folder" if folder is None else folder.where())
 

@@ -135,8 +135,9 @@ def inspect_folder(storage: Storage, formats: Formats, *, overwrite: bool, save_
         save_id: The save's name; None to make one up.
 
     Returns:
-        Three values: the save's name; the content of the metadata.json that the save will replace, or None; the stamp
-        of the checkpoint that must be replaced as a whole folder, or None.
+        Three values: the save's name; the content of the metadata.json that the save will replace, or None; the `stamp`
+        of the checkpoint that the save will replace by exchanging two folders, or None. A stamp has the names, lengths
+        and times of the files that make a folder a checkpoint.
 
     Raises:
         AlreadyACheckpoint: the destination holds a checkpoint, and `overwrite` is False.
@@ -216,10 +217,13 @@ def pending_here(save: Save) -> PendingSave:
 
 
 def make_folder(pending: PendingSave, formats: Formats, undo: ExitStack) -> tuple[Claim, NewFolder | None]:
-    """Make a save's folder; on rank 0.
+    """Make a save's folder and the folders above it; only called on rank 0.
 
-    The new folder at the destination isn't synced here, since all other ranks would wait for that: rank 0 syncs it
-    after its own writes.
+    The save's folder is in the checkpoint's folder at the destination. But if the save replaces a whole checkpoint by
+    exchanging folders, it is in a sibling folder, beside the checkpoint's.
+
+    A new folder at the destination isn't synced here, since all other ranks would wait for that: rank 0 syncs it after
+    its own writes.
 
     Args:
         pending: The save.
@@ -227,7 +231,8 @@ def make_folder(pending: PendingSave, formats: Formats, undo: ExitStack) -> tupl
         undo: Stack that gets callbacks which remove the new folders if they are still empty.
 
     Returns:
-        The save's claim, and the folder made at the destination; None for a folder that a sibling will replace.
+        The save's claim, which marks it as alive, and the checkpoint's folder at the destination; None instead of that
+        folder if the save writes to a sibling folder.
 
     Raises:
         StrategyError: the existing checkpoint can be replaced only as a whole folder, which isn't possible here.
@@ -264,10 +269,14 @@ def end(pending: PendingSave) -> None:
 
 
 def _goes_with_metadata(before: bytes | None, strategies: Strategies | None) -> bool:
-    """Return whether replacing metadata.json replaces the whole checkpoint, so that no folders need be exchanged.
+    """Return whether a new metadata.json alone replaces the whole old checkpoint, so that folders needn't be exchanged.
 
-    It does if all files of the old checkpoint are in its save's folder, which the new metadata.json no longer names.
-    This is assumed if a format doesn't list its files, or if metadata.json is damaged.
+    That is so if all files of the old checkpoint are in its save's folder, to which the new metadata.json no longer
+    refers. The result is also True if nobody can tell: a format doesn't list its files, or metadata.json is damaged.
+
+    Args:
+        before: Content of the old checkpoint's metadata.json; None if it has none, and then the result is False.
+        strategies: Dispatch table; None for the process's.
     """
     try:
         fields = decode_metadata(before, METADATA_FILE) if before is not None else None

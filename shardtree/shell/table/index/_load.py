@@ -153,7 +153,15 @@ def _first_element(chunk: StoredChunk, offset: tuple[int, ...], box: tuple[int, 
 
 
 def _only_chunk(index: Index, first: int, last: int, offset: tuple[int, ...], box: tuple[int, ...]) -> int | None:
-    """Return the number of the chunk, from `first` up to `last`, that intersects a box; None if several or none do."""
+    """Return the number of the only chunk of a tensor that intersects a box; None if several or none do.
+
+    Args:
+        index: Index of the stored tensors.
+        first: Number of the tensor's first chunk.
+        last: One past the number of its last chunk.
+        offset: Offset of the box in the tensor.
+        box: Shape of the box.
+    """
     axes = index.chunk_shape.shape[1] - len(box)
     begin, end = (columns[first:last, axes:] for columns in (index.chunk_offset, index.chunk_shape))
     meets = ((begin < np.add(offset, box)) & (begin + end > offset)).all(axis=1)
@@ -174,8 +182,8 @@ def run_plan(run: FileRun) -> LoadPlan:
 def load_from_index(checkpoint: Checkpoint, index: Index, shards: Sequence[ShardedTensor]) -> ReadReport:
     """Fill each shard's data in place, and return a report of the bytes read.
 
-    The data must be contiguous tensors on the CPU or on a device with staged copies, such as CUDA. This is the
-    LOAD_SHARDED row of every format whose chunks are row-major bytes in files.
+    The data must be contiguous tensors on the CPU or on a device with staged copies, such as CUDA. Formats whose chunks
+    are row-major bytes in files use this function for LOAD_SHARDED.
 
     Raises:
         KeyMismatch: a key isn't stored.
@@ -204,7 +212,7 @@ def _finder_of(checkpoint: Checkpoint, index: Index) -> Find:
 
 
 class _Newest:
-    """The index from which a checkpoint was last read, and a memoised lookup of tensors in it."""
+    """The last index from which one open checkpoint was read, and a memoised lookup of tensors in that index."""
 
     __slots__ = ("find", "index")
 

@@ -18,7 +18,10 @@ Value = TypeVar("Value")
 
 
 class PairsMapping(Mapping[str, Value]):
-    """A mapping that makes many values at once, which is about ten times faster than one by one."""
+    """A mapping whose `items` and `values` make several values at a time, by the method `pairs`.
+
+    For metadata, this is about ten times faster than making each value by itself.
+    """
 
     __slots__ = ()
 
@@ -61,11 +64,12 @@ class IndexMetadata(PairsMapping[ShardedTensor | ShardedObject]):
         index: Index on which loads are planned.
         on_files: Function that returns an index of the folder's real files, if `index` locates chunks in virtual files;
             None if its files are real.
-        untaken: Reasons why stored values that aren't listed here can't be loaded, by key or name.
-        refused: Function that takes the shards of a load, and returns the reasons why some can't be loaded, by key;
-            None if `untaken` has all reasons.
-        uncompared: Function that takes the keys of a load, and returns those of optimizer states whose master weights
-            could be compared with the weights, but will not be.
+        untaken: Reasons why stored values aren't listed here and can't be loaded, by key, or by the name of an array or
+            file that has no key.
+        refused: Function that takes the shards of a load, and returns the reasons why some of them can't be loaded, by
+            key; these include the reasons in `untaken`. None if there are no other reasons.
+        uncompared: Function that takes the keys of a load. It returns the keys of optimizer states whose master weights
+            the load doesn't compare with the model's weights, because of ``verify=None``.
         cost: Function that returns the cost of a load. It takes the shards, in their stored dtypes, and their plan on
             `index`. None if the plan alone determines the cost.
         gaps: Reasons why some elements of a tensor aren't stored, by key.
@@ -86,7 +90,7 @@ class IndexMetadata(PairsMapping[ShardedTensor | ShardedObject]):
 
     @property
     def shown(self) -> Index:
-        """The index with the folder's real files, for display."""
+        """An index whose files are those of the folder, for display; `index` may locate chunks in virtual files."""
         return self.index if self.on_files is None else self.on_files()
 
     def needed_files(self) -> Mapping[str, int]:
@@ -156,10 +160,12 @@ class IndexMetadata(PairsMapping[ShardedTensor | ShardedObject]):
 class DeferredMetadata(Mapping[str, ShardedTensor | ShardedObject]):
     """Metadata of a checkpoint whose tensors and objects get their final names from further reads.
 
-    The reads are deferred until a name is looked up that is not a name in the files.
+    Stored names are those in the files, such as the names of an optimizer's buckets. Final names are those that users
+    know, such as the names of the optimizer states in these buckets. Iteration yields final names; lookups also accept
+    stored names. The reads are deferred until a final name is needed.
 
     Attributes:
-        stored: Tensors and objects under their names in the files.
+        stored: Tensors and objects under their stored names.
         whole: Function that reads the final names, and returns tensors and objects under these.
     """
 
@@ -167,23 +173,26 @@ class DeferredMetadata(Mapping[str, ShardedTensor | ShardedObject]):
     whole: Callable[[], IndexMetadata]
 
     def __getitem__(self, key: str) -> ShardedTensor | ShardedObject:
-        """Return the tensor of a key, or the object of a unique key, by its final or stored name."""
+        """Return the tensor or object with a final or stored name: a tensor's key, or an object's unique key."""
         return self.of([key])[key]
 
     def __contains__(self, key: object) -> bool:
-        """Return whether a tensor or object has that name, final or stored."""
+        """Return whether a tensor or object has the given final or stored name."""
         return key in self.stored or key in self.whole()
 
     def __iter__(self) -> Iterator[str]:
-        """Return an iterator over the final names."""
+        """Return an iterator over the final names of all tensors and objects."""
         return iter(self.whole())
 
     def __len__(self) -> int:
-        """Return the number of tensors and objects under their final names."""
+        """Return the number of tensors and objects that have a final name."""
         return len(self.whole())
 
     def of(self, names: Iterable[str]) -> IndexMetadata:
-        """Return metadata that contains the given names; nothing is read if all of them are stored names."""
+        """Return metadata in which the given names can be looked up.
+
+        If all are stored names, it lists stored names, and nothing is read. Otherwise it lists final names.
+        """
         return self.stored if all(name in self.stored for name in names) else self.whole()
 
 
@@ -207,7 +216,7 @@ def stored_kinds(metadata: Mapping[str, ShardedTensor | ShardedObject], keys: Se
 
 
 def untaken_of(metadata: object) -> Mapping[str, str]:
-    """Return the reasons why stored values can't be loaded and so aren't in a checkpoint's metadata, by key or name."""
+    """Return the reasons why some stored values can't be loaded, by key or name; see `IndexMetadata.untaken`."""
     if isinstance(metadata, DeferredMetadata):
         metadata = metadata.stored
     return metadata.untaken if isinstance(metadata, IndexMetadata) else {}

@@ -32,7 +32,7 @@ ReadIndex = Callable[[Checkpoint], Index]
 
 
 def rows_from_index(backend: str, version: int, read_index: ReadIndex) -> Strategies:
-    """Return the rows LOAD_SHARDED, LOAD_METADATA and VERIFY of a format whose index locates its tensors' bytes.
+    """Return the dispatch-table rows LOAD_SHARDED, LOAD_METADATA and VERIFY for a format whose index locates tensors.
 
     Loads read only the needed bytes, straight into the targets' memory. Each stored chunk must be contiguous, row-major
     bytes of one file. A format that stores objects too adds `rows_of_objects`.
@@ -69,7 +69,7 @@ def rows_from_index(backend: str, version: int, read_index: ReadIndex) -> Strate
 
 
 def rows_of_objects(backend: str, version: int, read_index: ReadIndex) -> Strategies:
-    """Return the LOAD_OBJECTS row of a format that stores sharded objects as `item_buffers` encodes them.
+    """Return the dispatch-table row LOAD_OBJECTS for a format that stores objects encoded by `item_buffers`.
 
     The format's index must list the objects.
 
@@ -93,7 +93,7 @@ def rows_of_objects(backend: str, version: int, read_index: ReadIndex) -> Strate
 
 
 def rows_in_folder(backend: str, version: int) -> Strategies:
-    """Return the rows LIST_FILES and DESCRIBE of a format that writes all files into the save's own folder.
+    """Return the dispatch-table rows LIST_FILES and DESCRIBE for a format that writes only into the save's folder.
 
     Examples:
         >>> sorted(action.value for action, *_ in rows_in_folder("tar", 1))
@@ -106,7 +106,7 @@ def rows_in_folder(backend: str, version: int) -> Strategies:
 
 
 def rows_of_saves(backend: str, version: int) -> Strategies:
-    """Return all rows of a format that saves by `save_with_index`, except SAVE_SHARDED and those of the common state.
+    """Return all dispatch-table rows for saves by `save_with_index`, except SAVE_SHARDED and those of the common state.
 
     They are REMOVE_SHARDED and the rows of `rows_from_index`, `rows_of_objects` and `rows_in_folder`.
 

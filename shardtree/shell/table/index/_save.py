@@ -159,7 +159,10 @@ def _request(
 
 @dataclass(slots=True, eq=False)
 class _FolderView:
-    """A save's destination, or its listing from right before the commit, if the storage lists files by requests."""
+    """The storage in which the clean-up looks for files of earlier saves: the save's destination, or a listing of it.
+
+    An object store is listed only once, right before the commit, and the clean-up reads this listing.
+    """
 
     storage: Storage
 
@@ -187,12 +190,14 @@ def rank_file(pending: PendingSave, suffix: str, number: int = 0) -> str:
 
 
 def save_file(pending: PendingSave, name: str) -> str:
-    """Return the name of a format's own file in the save's folder, such as its index; the clean-up can remove it.
+    """Return the name of a format's own file, such as its index, in the save's folder.
+
+    No file is created. If the save fails or is replaced, files with such names are removed.
 
     Args:
         pending: Checkpoint that is being written.
-        name: Lower-case letters, digits and ``._-``, beginning with a letter or digit. A file "index.json" counts as
-            the index, which is removed after all others.
+        name: Name without the prefix ``own-``: lower-case letters, digits and ``._-``, beginning with a letter or
+            digit. A file "index.json" counts as the index, which is removed after all others.
 
     Raises:
         StrategyError: the name has other characters.

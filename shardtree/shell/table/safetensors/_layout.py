@@ -234,7 +234,12 @@ def together(entries: Entries) -> Iterator[slice]:
 
 
 def _is_plain(source: Source, item_size: int) -> bool:
-    """Return whether an entry is a tensor whose memory is its row-major bytes; others need `tensor_buffers`."""
+    """Return whether a file's entry is a tensor that `gathered` can copy: its memory is its row-major bytes.
+
+    Args:
+        source: The entry's shard, or the encoded bytes of an object.
+        item_size: Bytes of an element; `gathered` copies only elements of 1, 2, 4 or 8 bytes.
+    """
     if isinstance(source, bytes) or item_size not in INTEGERS:
         return False
     data = source.data

@@ -1,4 +1,4 @@
-"""Rows of the native format that loads need, in a module that saves do not import."""
+"""The native format's dispatch-table rows for loads, in a module that saves do not import."""
 
 from __future__ import annotations
 

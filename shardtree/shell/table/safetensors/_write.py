@@ -1,4 +1,4 @@
-"""Rows that save in the native format: the data files of a rank, one thread for each, and the common state."""
+"""The native format's dispatch-table rows for saves: a rank's data files, written in parallel; and the common state."""
 
 from __future__ import annotations
 
@@ -217,6 +217,6 @@ def save_sharded(pending: PendingSave, shards: Sequence[ShardedTensor | ShardedO
 
 
 def _in_memory(shard: ShardedTensor) -> bool:
-    """Return whether a shard is on the CPU and needs at most a small copy, so that threads can write at once."""
+    """Return whether a shard is on the CPU and needs at most a small copy, so that files may be written in parallel."""
     data = shard.data
     return isinstance(data, torch.Tensor) and data.is_cpu and (is_in_place(data) or data.nbytes <= limits.COPIED_BYTES)
