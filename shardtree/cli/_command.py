@@ -220,9 +220,9 @@ def _as_option(match: re.Match[str], options: Mapping[str, str]) -> str:
 
 
 def _values(value: str) -> list[str]:
-    """Return the values of a Python literal, as a user would type them.
+    """Return the items of a list literal as command-line arguments; any other literal is a single item.
 
-    The list is empty if the text isn't a literal, or if a value in it is None or Ellipsis (``...``).
+    The result is empty if `value` isn't a literal, or if an item is None or Ellipsis (``...``).
     """
     try:
         literal = ast.literal_eval(value)

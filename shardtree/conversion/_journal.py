@@ -314,7 +314,7 @@ def recording(storage: Storage, announce: Callable[[str], None]) -> tuple[Storag
         return call
 
     def noting(call: Function, name: str) -> Function:
-        """Call `announce` with the name and add it to `names`, unless it is there already; return `call` unchanged."""
+        """Return `call` unchanged; a file name that isn't recorded yet is announced, then recorded."""
         if name not in names:
             announce(name)
             names.add(name)

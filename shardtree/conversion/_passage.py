@@ -104,7 +104,7 @@ class ReadTurn:
             self.rest -= elements
 
     def end(self) -> None:
-        """End the turn, even if elements of the batch weren't read."""
+        """End the batch's turn to be read from the source, even if some of its elements weren't read."""
         self.count(self.rest)
 
 

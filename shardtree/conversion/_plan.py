@@ -102,7 +102,10 @@ def _has_elements(shard: Shard) -> bool:
 
 
 def _used_boxes(tensors: Sequence[ShardedTensor], reads: Iterable[Fetch]) -> _Boxes:
-    """Return the boxes of each source tensor that are read, as (offset, shape, greatest number of elements used)."""
+    """Return the boxes to be read from each source tensor, as (offset, shape, count).
+
+    The count is an upper bound of the box's elements that are used.
+    """
     boxes: _Boxes = defaultdict(set)
     for fetch in reads:
         _add(boxes, fetch, prod(fetch.shape))

@@ -191,7 +191,10 @@ def left_out_keys(
 
 
 def note_shell_patterns(what: str, patterns: Iterable[str], keys: Collection[str]) -> None:
-    """Warn of patterns that match other keys as shell patterns, where ``*`` matches dots too, as it once did here."""
+    """Warn of patterns that match different keys here than in a shell, where ``*`` matches dots too.
+
+    `what` names the patterns in the warning, such as "convert: layout".
+    """
     lines = shell_differences(patterns, keys)
     if lines:
         heading = f"{what}: patterns that match other keys here than in a shell"

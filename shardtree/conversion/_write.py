@@ -143,8 +143,8 @@ class Batches:
         save_id: Name of the save.
         plan: Plan of the conversion.
         common: Common tree, with holes in place of shards.
-        passage: Fingerprints of the elements that are read to be written, and options of these reads.
-        state: State of the latest request, which the format may reuse for the next one.
+        passage: `Passage` that fingerprints the elements read from the source.
+        state: The format's own state from the latest request, passed to the next request; None before the first.
         first: Request of batch 0 on rank 0; None before it is made.
     """
 
@@ -167,7 +167,8 @@ class Batches:
     def prepare(self, number: int) -> _BatchRequest:
         """Return ``(request, names, turn)`` for a batch; calling the request's `async_fn` writes the batch.
 
-        This adds the names of the written files to the set `names`. All reads of the batch wait for `turn` to begin.
+        This adds the names of the written files to the set `names`. The batch is read during `turn`:
+        its first read waits until no other batch is being read.
         """
         batch, target, count = self.plan.batches[number], self.destination, len(self.plan.batches)
         lazy = [shard.data for shard in batch.tensors if isinstance(shard.data, LazyTensor)]

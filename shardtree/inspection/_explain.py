@@ -56,7 +56,7 @@ def explain(
         strict: Mode for keys that only the target or only the checkpoint has.
         donate: Whether the target's tensors would be donated.
         device: Device of tensors that have no memory in the target.
-        cast: Whether dtypes would be converted.
+        cast: Whether the load would convert dtypes.
         plain: Patterns of keys of values that need no scales, as in `load`.
         layout: The tensor shards that all ranks ask for, as in `load`.
         transform: Trace that makes the target's tensors from the stored ones, as in `load`.
@@ -200,7 +200,7 @@ def _targets_through(
     Args:
         trees: Targets, by rank.
         transforms: The transform, or a sequence with one for each rank.
-        cast: Whether dtypes would be converted.
+        cast: Whether the load would convert dtypes.
         plain: Patterns of keys of values that need no scales, as in `load`.
 
     Raises:

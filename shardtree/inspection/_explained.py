@@ -90,7 +90,7 @@ class Undecided:
 
     @property
     def what(self) -> str:
-        """The question that only values can decide."""
+        """The text of `why`."""
         return self.why
 
 

@@ -100,7 +100,7 @@ class _Load:
 
 
 def explanation(checkpoint: Checkpoint, request: LoadRequest, trees: Sequence[Any]) -> Explanation:
-    """Return the outcome of a load of these targets: the checks of every rank run in this process, one after the other.
+    """Return the outcome of a load of these targets. This process runs the checks of all ranks, one after the other.
 
     Args:
         checkpoint: The open checkpoint.

@@ -53,10 +53,10 @@ def _described_files(fields: Fields) -> dict[str, int]:
 
 
 def _common_files(tree: OpenCheckpoint) -> dict[str, int]:
-    """Return the least length of each file of a common state that is in another format than the shards, by name.
+    """Return the files of a common state that is in another format than the shards: a dict from names to 0.
 
-    The length is 0, since any may be right. If one of the files exists, the result is empty, since a format may list
-    files that a checkpoint doesn't need.
+    0 is the least length of a file. If at least one of the files exists, the result is empty, since the checkpoint may
+    not need the others.
     """
     checkpoint, common = tree.checkpoint, common_backend(tree.checkpoint.fields)
     list_files = find_strategy(StrategyAction.LIST_FILES, *common, strategies=tree.strategies)

@@ -217,8 +217,8 @@ def _check_and_merge(tree: Mapping[str, Any], key: str, form: StoredForm) -> Any
     shapes = [tuple(part.shape) if hasattr(part, "shape") else type(part).__name__ for part in parts]
     if shapes != boxes:
         heading, fix = (
-            f"factory of {key!r}: the tree to merge has other shapes than the built one",
-            "Pass the built tree to the load as its target, and merge what the load returns.",
+            f"factory of {key!r}: the tensors to merge do not have the shapes of the shards that `build` returned",
+            "Pass the result of `build` to the load as its target, and merge what the load returns.",
         )
         raise ShapeError(error_text(heading, found=_shapes_text(shapes), expected=_shapes_text(boxes), fix=fix))
     return form.merge(parts)

@@ -118,8 +118,9 @@ def check_box(doing: str, shard: ShardedTensor) -> None:
     if not isinstance(shard, ShardedTensor):
         refuse(doing, "shard", type(shard).__name__, "a ShardedTensor", DESCRIBE, error=MetadataError)
     if shard.flattened_range is not None:
-        found, fix = f"the flat range {shard.flattened_range}", "Use `as_factory`, which takes flat ranges apart."
-        raise ShapeError(error_text(f"{doing}: {shard.key!r} is not a box", found=found, expected="a box", fix=fix))
+        heading = f"{doing}: {shard.key!r} is a flat range, and a lens takes only rectangular blocks"
+        found, fix = f"flattened_range={shard.flattened_range}", "Call `as_factory(shard, lens)` for flat ranges."
+        raise ShapeError(error_text(heading, found=found, expected="flattened_range=None", fix=fix))
 
 
 def check_exact(doing: str, shard: ShardedTensor) -> None:

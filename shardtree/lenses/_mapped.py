@@ -67,30 +67,33 @@ def mapped_axis(
     def lens(shard: ShardedTensor) -> StoredForm:
         check_exact(doing, shard)
         at = checked_axis(doing, shard, axis)
-        axis_runs = _runs_of(doing, shard, runs, shard.global_shape[at + shard.prepend_axis_num])
+        axis_runs = _runs_of(doing, shard, runs, at)
         keys = _keys(doing, shard.key, len(axis_runs.sizes), part, names)
         return _stored_form(shard, at, axis_runs, keys, fill)
 
     return lens
 
 
-def _runs_of(doing: str, shard: ShardedTensor, runs: Callable[[int], AxisRuns], length: int) -> AxisRuns:
+def _runs_of(doing: str, shard: ShardedTensor, runs: Callable[[int], AxisRuns], axis: int) -> AxisRuns:
+    length = shard.global_shape[axis + shard.prepend_axis_num]
     try:
         axis_runs = runs(length)
     except CheckpointingException as error:
-        error.add_note(f"{doing}: of {shard.key!r}, global shape {shard.global_shape}")
+        error.add_note(f"{doing}: axis {axis} of {shard.key!r}, whose global shape is {shard.global_shape}")
         raise
-    found = f"{axis_runs.total} indices" if isinstance(axis_runs, AxisRuns) else type(axis_runs).__name__
+    found = f"AxisRuns for {axis_runs.total}" if isinstance(axis_runs, AxisRuns) else type(axis_runs).__name__
     if not isinstance(axis_runs, AxisRuns) or axis_runs.total != length:
-        heading, expected = f"{doing}: runs do not cover the axis of {shard.key!r}", f"AxisRuns for {length} indices"
-        raise ShapeError(error_text(heading, found=found, expected=f"{expected}; global shape {shard.global_shape}"))
+        heading = f"{doing}: the result of `runs({length})` does not cover axis {axis} of {shard.key!r}"
+        expected = f"AxisRuns for {length} indices, since the global shape is {shard.global_shape}"
+        raise ShapeError(error_text(heading, found=found, expected=expected))
     return axis_runs
 
 
 def _keys(doing: str, key: str, count: int, part: str | None, names: Sequence[str] | None) -> list[str]:
     if part is None or names is None:
         if count != 1:
-            heading, fix = f"{doing}: {count} parts, but no names", "Pass part= and names=."
+            heading = f"{doing}: {key!r} is stored as {count} tensors, but they have no names"
+            fix = "Pass names=, with a name for each of them, and part=, the part of the key that the names replace."
             raise ShapeError(error_text(heading, fix=fix))
         return [key]
     # The number of parts is known only with the axis's length.
@@ -183,9 +186,9 @@ def padded_axis(size: int, *, axis: int = 0, fill: float = 0) -> Lens:
 
     def runs(length: int) -> AxisRuns:
         if length < size:
-            raise ShapeError(
-                error_text("the axis is shorter than its unpadded size", found=length, expected=f"{size} or more")
-            )
+            heading, expected = "padded_axis: an axis is shorter than size=", f"at least size={size}"
+            fix = "Pass as size= the length of the axis without padding, and as axis= the axis that is padded."
+            raise ShapeError(error_text(heading, found=f"length {length}", expected=expected, fix=fix))
         return AxisRuns(np.array([size, length - size]), np.array([0, PADDING]), np.zeros(2, dtype=np.int64), (size,))
 
     inner = mapped_axis(axis, runs, fill=fill, doing="padded_axis")

@@ -66,7 +66,8 @@ def _order(shard: ShardedTensor, axes: Sequence[int]) -> tuple[int, ...]:
     order = tuple(axis + count if -count <= axis < 0 else axis for axis in axes)
     if sorted(order) != list(range(count)) or not axes:
         found, expected = f"axes {tuple(axes)}", f"each of the {count} axes of {shard.local_shape} once"
-        raise ShapeError(error_text(f"transposed: {shard.key!r} has no such axes", found=found, expected=expected))
+        heading = f"transposed: the axes are not a permutation of the axes of {shard.key!r}"
+        raise ShapeError(error_text(heading, found=found, expected=expected))
     return order
 
 
@@ -112,8 +113,9 @@ def rearranged(pattern: str, **sizes: int) -> Lens:
         front = 0 if len(left) == len(shard.global_shape) else shard.prepend_axis_num
         shape = shard.global_shape[front:]
         if len(left) != len(shape):
-            found, expected = f"{len(shape)} axes, {shape}", f"{len(left)} axes"
-            raise ShapeError(error_text(f"{doing}: {shard.key!r} does not fit", found=found, expected=expected))
+            found, expected = f"{len(shape)} axes, of shape {shape}", f"{len(left)} axes, as left of the arrow"
+            heading = f"{doing}: the pattern does not fit the axes of {shard.key!r}"
+            raise ShapeError(error_text(heading, found=found, expected=expected))
         full = _all_sizes(pattern, shard, left, shape, sizes)
         return stored_by(_Rearrangement(left, right, tuple(full.items())), doing, shard, front, keep_views=True)
 
@@ -180,7 +182,7 @@ def _all_sizes(
             wrong.append(f"axis {axis} is {length}, not {'a multiple of ' if lacking else ''}{texts}")
         full |= dict.fromkeys(lacking, length // product)
     if wrong:
-        heading = f"rearranged {pattern!r}: {shard.key!r} does not fit"
+        heading = f"rearranged {pattern!r}: the sizes do not fit the axes of {shard.key!r}"
         raise ShapeError(error_text(heading, found=f"global shape {shard.global_shape}", offenders=wrong))
     return full
 

@@ -35,9 +35,9 @@ def replaced_part(doing: str, key: str, part: str, name: str) -> str:
     whole = f".{key}."
     count = sum(whole.startswith(f".{part}.", at) for at in range(len(whole)))
     if count != 1:
-        fix = "Pass as `part` the part of the key to replace, with adjacent parts where it occurs twice."
-        heading = f"{doing}: no unique part of the key to replace"
-        raise TreeError(error_text(heading, found=f"{part!r} {count} times in {key!r}", expected="once", fix=fix))
+        fix = "Pass as part= a name in the key; if it occurs twice, with the name before it, as in 'decoder.layers'."
+        heading = f"{doing}: {part!r} does not occur exactly once in the key {key!r}"
+        raise TreeError(error_text(heading, found=f"it {count} times", expected="once", fix=fix))
     return whole.replace(f".{part}.", f".{name}.", 1)[1:-1]
 
 
@@ -64,9 +64,11 @@ def check_names(doing: str, part: str | None, names: Sequence[str] | None, count
     if not (
         is_sound and all(isinstance(text, str) and text for text in texts) and len(set(words)) == len(words) == count
     ):
-        found, expected = f"part={part!r}, names={names!r}"[:300], f"a part of the key, and {count} different names"
-        fix = "Pass both, or neither to store one tensor under the same key."
-        raise TreeError(error_text(f"{doing}: unusable names of parts", found=found, expected=expected, fix=fix))
+        found = f"part={part!r}, names={names!r}"[:300]
+        new = "a name" if count == 1 else f"{count} different names"
+        fix = "Pass both, or leave out both to keep the key." if part is None or names is None else None
+        expected = f"a part of the key, and {new} to replace it"
+        raise TreeError(error_text(f"{doing}: unusable part= or names=", found=found, expected=expected, fix=fix))
 
 
 def renamed(part: str, name: str) -> Lens:

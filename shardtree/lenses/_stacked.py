@@ -74,10 +74,9 @@ def stacked_layers(part: str, layers: int, *, first: int = 0) -> Lens:
 def _without_number(key: str, part: str, expression: re.Pattern[str]) -> tuple[str, int]:
     matches = list(expression.finditer(key))
     if len(matches) != 1:
-        heading = f"stacked_layers: no unique layer number in {key!r}"
-        fix = "Pass as `part` the part of the key before the number, with adjacent parts if it occurs twice."
-        found = f"'{part}.<number>' {len(matches)} times"
-        raise TreeError(error_text(heading, found=found, expected="once", fix=fix))
+        heading = f"stacked_layers: '{part}.<number>' does not occur exactly once in the key {key!r}"
+        fix = "Pass as part= the name before the number; if it occurs twice, with the name before it, as in 'a.layers'."
+        raise TreeError(error_text(heading, found=f"it {len(matches)} times", expected="once", fix=fix))
     [place] = matches
     return f"{key[: place.start()]}{part}{key[place.end() :]}", int(place[1])
 

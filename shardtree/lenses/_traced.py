@@ -61,10 +61,10 @@ def from_function(function: Callable[[torch.Tensor], Any], *, part: str | None =
     def whole(tensor: torch.Tensor) -> Mapping[str, torch.Tensor]:
         output = function(tensor)
         if isinstance(output, Mapping) == (part is None):
-            fix = "Pass part= if the function returns a dict, whose names replace that part; leave it out for a tensor."
-            raise ShapeError(
-                error_text(f"{doing}: the function returned a {type(output).__name__} though part={part!r}", fix=fix)
-            )
+            heading = f"{doing}: the function returned {'a' if part is None else 'no'} dict, although part is {part!r}"
+            fix = "Pass as part= the part of the key that the names in the dict replace."
+            fix = fix if part is None else "Leave out part=, which is only for functions that return a dict."
+            raise ShapeError(error_text(heading, fix=fix))
         return output if isinstance(output, Mapping) else {"": output}
 
     def lens(shard: ShardedTensor) -> StoredForm:
@@ -130,10 +130,9 @@ def _back(function: Callable[[torch.Tensor], Mapping[str, torch.Tensor]], doing:
     there = trace(lambda tensors: function(tensors[_TENSOR]), {_TENSOR: kind})
     names = [name for name, moves in there.moves.items() if any(move.root != _TENSOR for move in moves)]
     if names:
-        fix = "Return only elements of the tensor."
-        raise TraceError(
-            error_text(f"{doing}: outputs have elements that are not the tensor's own", offenders=names, fix=fix)
-        )
+        heading = f"{doing}: the function's outputs have elements that are not from its argument"
+        fix = "Let the function only move elements of its argument, without constants and computed values."
+        raise TraceError(error_text(heading, offenders=map(repr, filter(None, names)), fix=fix))
     return there.inverse(drop)
 
 
@@ -151,10 +150,10 @@ def _plan(
     """Return the plan for the stored form of a box, which does not depend on the tensor's key.
 
     Args:
-        function: Argument of `stored_by`.
-        doing: Argument of `stored_by`.
-        drop: Argument of `stored_by`.
-        keep_views: Argument of `stored_by`.
+        function: Function from the whole tensor to the stored tensors by name.
+        doing: Name of the lens in errors.
+        drop: Whether the function may leave out elements.
+        keep_views: Whether two stored boxes stay separate if each is a view of the data, but both together are not.
         whole: Shape of the whole tensor, without leading axes that the function does not get.
         dtype: Dtype of the tensor.
         offset: Offset of the box.

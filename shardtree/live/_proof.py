@@ -76,7 +76,7 @@ class HashingTransport:
             self.failures.append(error)
 
     def sums(self) -> tuple[Sums, Sums]:
-        """Return the dicts ``(sums_out, sums_in)``, or raise the first of `failures`."""
+        """Return the hashes of sent messages and those of received messages, by peer; or raise the first of `failures`."""
         if self.failures:
             raise self.failures[0]
         return self.sums_out, self.sums_in

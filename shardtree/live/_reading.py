@@ -233,8 +233,8 @@ def shared_columns(shards: Shards, kinds: Kinds, rank: int) -> tuple[ShardColumn
     """Return two tables of a rank's shards, unconverted and converted, from which all ranks plan shared reads.
 
     The first table has the shards whose dtype is the stored one, except shards that the rank must read itself. The
-    second table has all shards that are converted, in their stored dtype. In the second table alone, the column `main`
-    marks the shards that other ranks may read, since plans of reads don't need to know main replicas.
+    second table has all shards whose dtype isn't the stored one, described with the stored dtype. Its column `main`
+    marks the shards that other ranks may read.
     """
     alike, others = by_dtype(shards, kinds)
     other_columns = shard_columns([stored_shard(shard, kinds) for shard in others], rank)

@@ -169,8 +169,9 @@ def redistribute(
             `load` does. If the call fails, their content is lost.
         rules: Rules for sharded objects whose array shape changes, by key pattern.
         transport: Function that moves the buffers instead of the world.
-        device: Device of the transport's buffers, by default the CPU. The world's own buffers are on the device of all
-            ranks' tensors if that is one kind for which the process group has a backend (nccl for CUDA).
+        device: Device of the transport's buffers, by default the CPU. Without a transport, buffers are on the CPU,
+            unless the tensors of all ranks are on one other kind of device, and the process group has a backend for it
+            (nccl for CUDA).
         empty: Allocator of new tensors and buffers, called as ``empty(shape, dtype=..., device=...)``; it may return
             pinned memory, for example.
         verify: Whether ranks prove that received data equals sent data, for any transport: they hash each message as it

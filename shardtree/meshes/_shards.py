@@ -277,10 +277,9 @@ class BuildBoxes:
             ShapeError: `data` has another shape than the rank's part, or a flat range was passed.
         """
         if flattened_range is not None:
-            found, fix = flattened_range, "Call `apply_factories` first, then flatten the shard of each box."
-            raise ShapeError(
-                error_text(f"{key!r}: a part of several boxes cannot have a flat range", found=found, fix=fix)
-            )
+            heading = f"{key!r}: the rank holds several blocks of the tensor, so its factory takes no flattened_range"
+            fix = "Call `apply_factories` first, then set flattened_range in the shard of each block."
+            raise ShapeError(error_text(heading, found=flattened_range, expected="None", fix=fix))
         self.check(key, data)
         return [self._shard(key, data, replica_id, box) for box in self.part.boxes]
 

@@ -43,7 +43,7 @@ def specs_by_path(specs: Specs, tree: Any, tensors: Mapping[TreePath, ShardedTen
     placed = [(path, place, spec) for path, place, spec in prefix_places(specs, tree) if spec is not None]
     beyond = [render_path(path, "specs") for path, place, _ in placed if place is None]
     if beyond:
-        fix = "Remove these entries, or give them the paths of entries of the tree."
+        fix = "Move these specs to paths that exist in the tree, or leave them out."
         raise MetadataError(error_text("specs have entries that the tree does not have", offenders=beyond, fix=fix))
     return _nearest({place: spec for _, place, spec in placed if place is not None}, tensors)
 

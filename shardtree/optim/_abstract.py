@@ -106,7 +106,7 @@ def abstract_optim_state_from_metadata(
     check_rules(doing, rules)
     if missing not in ("refuse", "leave_out"):
         raise TreeError(
-            error_text(f"{doing}: unknown value of missing", found=repr(missing), expected="'refuse' or 'leave_out'")
+            error_text(f"{doing}: unknown value of missing=", found=repr(missing), expected="'refuse' or 'leave_out'")
         )
     check_dict(doing, "metadata", metadata, "the result of `load_sharded_metadata`", (ShardedTensor, ShardedObject))
     by_param = _by_param(metadata, excluded(doing, exclude_keys))
@@ -160,9 +160,9 @@ def _with_lists(doing: str, name: Any, leaves: Mapping[str, Any]) -> dict[str, A
         if number is None:
             states[key] = leaf
         elif len(items) < number:
-            wrong = [f"{state_key!r} of {render_path((name,), 'state')}: item {number}, without item {len(items)}"]
-            fix = "Pass the result of `load_sharded_metadata`: items that are not tensors are stored as objects."
-            raise TreeError(error_text(f"{doing}: stored lists lack items", offenders=wrong, fix=fix))
+            wrong = [f"{state_key!r} of {render_path((name,), 'state')}: no item {len(items)}, but item {number}"]
+            fix = "Pass as metadata= the result of `load_sharded_metadata`, which has items that are not tensors, too."
+            raise TreeError(error_text(f"{doing}: the metadata lacks items of lists", offenders=wrong, fix=fix))
         else:
             items.append(leaf)
     return states
@@ -199,8 +199,11 @@ def _with_stored_group(
     group_params = {name: param for name, param in params.items() if keys[name] <= stored_keys}
     wrong = [repr(name) for name in kinds_of if name not in group_params]
     if wrong:
-        fix = "If the optimizer was saved by ids, load it by ids; else pass the result of `load_sharded_metadata`."
-        raise TreeError(error_text(f"{doing}: parameters without a stored group", offenders=wrong, fix=fix))
+        fix = (
+            "If the optimizer was saved by ids, pass a state dict and parameters by ids; else pass as metadata= the "
+            "result of `load_sharded_metadata`."
+        )
+        raise TreeError(error_text(f"{doing}: the metadata lacks the groups of parameters", offenders=wrong, fix=fix))
     return group_params
 
 

@@ -126,7 +126,7 @@ def along(*axes: int | None, where_cut: Literal["refuse", "equal"] = "refuse") -
     places = [None if axis is None else as_int(axis) for axis in axes]
     numbers = [place for place in places if place is not None]
     if len(set(numbers)) < sum(axis is not None for axis in axes):
-        expected = "different axes of the parameter, or None, for each axis of the state"
+        expected = "for each axis of the state, the number of the parameter's axis or None, and no number twice"
         raise TreeError(error_text("along: unusable axes", found=repr(axes)[:200], expected=expected))
     check_where_cut("along", where_cut, ("refuse", "equal"))
 

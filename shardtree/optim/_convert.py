@@ -215,8 +215,12 @@ def sharding_state_to_optim_state(loaded: StateDict, *, hyperparameters: Hyperpa
         check_which(doing, hyperparameters)
         # Ids are positions in groups, so only the stored groups are known.
         if hyperparameters == "own":
-            fix = "Save and load by names, or copy the hyperparameters of `optimizer.state_dict()` into the result."
-            raise TreeError(error_text(f"{doing}: hyperparameters='own' needs a state by names", fix=fix))
+            heading = f"{doing}: hyperparameters='own' needs parameters by names, and these are numbered"
+            fix = (
+                "Save and load what `optim_state_by_name` returns; or pass hyperparameters='stored', and copy the "
+                "hyperparameters of `optimizer.state_dict()` into the groups of the result."
+            )
+            raise TreeError(error_text(heading, fix=fix))
         groups = [dict(group) for group in groups_of(doing, loaded["param_groups"])]
     _check_members(doing, states, groups)
     others = {key: value for key, value in loaded.items() if key not in {"param_group_of", "own_param_groups"}}
@@ -259,7 +263,7 @@ def regroup_optim_state(
 def _check_members(doing: str, states: States, groups: Sequence[Group]) -> None:
     unknown = [repr(name) for name in states if name not in set(members(groups))]
     if unknown:
-        fix = f"Leave these states out, or give the groups that have these parameters in {MEMBERS[0]!r}."
+        fix = f"List these parameters under {MEMBERS[0]!r} in one of the groups, or leave out their states."
         raise TreeError(error_text(f"{doing}: states of parameters that are in no group", offenders=unknown, fix=fix))
 
 

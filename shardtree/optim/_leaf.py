@@ -135,7 +135,7 @@ class OptimizerState:
         They are lengths on this rank or, if only stored metadata is known, in the whole stored tensor.
 
         Args:
-            front: Number of the parameter's prepended axes. Only the shape of a stored tensor begins with them.
+            front: Number of prepended axes at the front of a stored tensor's shape; a rank's own tensor has none of them.
         """
         return self.sizes[front:] if self.is_stored else self.sizes
 

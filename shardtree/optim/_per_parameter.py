@@ -113,9 +113,10 @@ class _FactoryValue:
     def merge(self, values: Sequence[Any]) -> Any:
         differ = [str(value)[:80] for value in values[1:] if diff(values[0], value)]
         if differ:
-            heading = f"the parts of {self.param.key!r} have different values, but one parameter needs a single value"
-            fix = "Load the parts as separate parameters, each with its own value."
-            raise ShapeError(error_text(heading, found=", ".join(differ), expected=str(values[0])[:80], fix=fix))
+            heading = f"the stored tensors that make up {self.param.key!r} differ in a state such as `step`"
+            found, expected = ", ".join([str(values[0])[:80], *differ]), "one value, since it is one parameter here"
+            fix = "Load these tensors as separate parameters, each with its own value."
+            raise ShapeError(error_text(heading, found=found, expected=expected, fix=fix))
         return values[0]
 
 

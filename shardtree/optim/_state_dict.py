@@ -232,8 +232,8 @@ def get_param_id_to_sharded_param_map(
         heading = f"{doing}: no shard's data is a parameter of the optimizer"
         counts = f"{len(leaves)} shards of other data", f"shards with the optimizer's {len(params)} parameters as data"
         fix = (
-            "Use the model's own parameters as data, as in `model.state_dict(keep_vars=True)`: a detached "
-            "parameter is a different tensor. For a transformed parameter, use a factory with the parameter as data."
+            "Set the model's own parameters as the shards' data, as in `model.state_dict(keep_vars=True)`: a detached "
+            "parameter is a different tensor. If it is stored transformed, use a factory with the parameter as data."
         )
         raise TreeError(error_text(heading, found=counts[0], expected=counts[1], fix=fix))
     return dict(sorted(by_id.items()))
@@ -267,7 +267,7 @@ def get_param_id_to_name_map(
     numbers = {number: params[number] for number in _numbers(params).values()}
     wrong = [f"id {number}: {tuple(param.shape)}" for number, param in numbers.items() if id(param) not in names]
     if wrong:
-        fix = "Give the names of all modules whose parameters the optimizer has."
+        fix = "Pass as named_parameters= the (name, parameter) pairs of all modules that the optimizer updates."
         raise TreeError(error_text(f"{doing}: parameters without a name", offenders=wrong, fix=fix))
     return {number: names[id(param)] for number, param in numbers.items()}
 

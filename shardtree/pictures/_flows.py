@@ -99,7 +99,7 @@ class _RankTensor:
         shape: Shape of the local tensor.
         shards: The shards that the lens stores.
         shard: Index into `shards` for each element, -1 for an element that isn't stored, int64 (elements,).
-        place: Index of each element in its stored tensor, after zeros for axes it lacks, int64 (elements, axes).
+        place: Index of each element in its stored tensor, padded on the left with zeros, int64 (elements, axes).
     """
 
     name: str
@@ -212,8 +212,11 @@ def _stream(
 
 
 def _name(target: tuple[str, int, tuple[Any, ...]], shapes: dict[str, tuple[int, ...]], *, is_one: bool) -> str:
-    """Return the key of a `_Run.target`, with an index such as "[0, rows]" unless it means whole rows along axis 0."""
-    # A single position along another axis is left out if no other target has the key.
+    """Return a label for ``target = (key, axis of rows, positions along other axes)``, such as "w[0, rows]".
+
+    The index is left out for whole rows along axis 0. If `is_one`, no other target has the key, and a single position
+    is written as ":".
+    """
     key, axis, others = target
     free = iter(":" if is_one and isinstance(each, int) else str(each) for each in others)
     axes = ["rows" if each == axis else next(free) for each in range(len(shapes[key]))]
@@ -228,7 +231,7 @@ def _with_rows(name: str, span: str, apart: str = "") -> str:
 
 
 def _runs(number: int, tensor: _RankTensor, axis: int) -> Iterator[_Run]:
-    """Yield the runs of a rank's tensor along an axis, from each row's first element; `number` is for `_Run.block`."""
+    """Yield the runs of rows of the tensor with the index `number`. Each row is located by its first element alone."""
     if not prod(tensor.shape):
         return
     stride = prod(tensor.shape[axis + 1 :])
@@ -253,8 +256,6 @@ def _runs(number: int, tensor: _RankTensor, axis: int) -> Iterator[_Run]:
         others = tuple(where[:run_axis] + where[run_axis + 1 :])
         yield _Run(number, low, high - low, (part.key, run_axis, others), where[run_axis])
 
-
-# Traces: which rows of outputs are which rows of sources.
 
 _MOST_RUNS = 256
 """Largest number of runs that are drawn for one move."""
@@ -327,7 +328,7 @@ _Row = tuple[tuple[_Span, ...], _Run]
 
 
 def _along_best_axis(trace: Trace, name: str) -> tuple[int, list[_Row]]:
-    """Return (axis, runs) for an output: the axis that runs cut into the longest parts on average, and these runs."""
+    """Return the axis along which an output has the longest runs of rows on average, and the runs along this axis."""
     moves, shape = trace.moves[name], trace.outputs[name].shape or (1,)
     missing = coverage(moves, prod(shape))[0] if moves.numel < prod(shape) else []
     parts = [(move, shape, "is never written") for move in missing]
@@ -350,8 +351,8 @@ def _along_best_axis(trace: Trace, name: str) -> tuple[int, list[_Row]]:
 
 
 def _from_sources(move: Move, through: str = "") -> Iterator[tuple[Move, str]]:
-    """Trace a move back to sources, through one operand of each computation; yield (move, text of the computations)."""
-    # `through` is the text of the computations after this move.
+    """Yield the moves from sources that a move comes from, each with the text of the computations in between."""
+    # `through` is the text of the computations after this move. One operand stands for all of a computation.
     what = "".join(f".{step}" for step in move.via) + through
     operation = move.root if isinstance(move.root, Computed) else None
     operand = next((each for each in operation.tensors if not each.alone), None) if operation else None
@@ -363,7 +364,7 @@ def _from_sources(move: Move, through: str = "") -> Iterator[tuple[Move, str]]:
 
 
 def _rows(move: Move, shape: tuple[int, ...], root: tuple[int, ...], axis: int, what: str) -> Iterator[_Row]:
-    """Yield a move's runs along an axis of the output; `shape` is the output's shape, `root` that of the source."""
+    """Yield a move's runs of rows along an axis, from the shapes of output and source, and text for `_Run.what`."""
     into, there = dense(shape).stride, dense(root).stride
     loops = factored(move, shape, root)
     along = [loop for loop in loops if axis_of(loop[1], shape) == axis]

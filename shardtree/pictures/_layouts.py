@@ -285,7 +285,7 @@ def _pieces(mesh: Mesh, spec: PartitionSpec) -> tuple[int, ...]:
 
 
 def _leads(columns: ShardColumns) -> dict[int, int]:
-    """Return a representative of each rank: the lowest rank that holds the main replica of the same box.
+    """Return a representative of each rank: the rank that has the main replica of the same box.
 
     Args:
         columns: Shards of one tensor, one for each rank.

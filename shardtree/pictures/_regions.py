@@ -150,7 +150,13 @@ def _names_of_sets(spans: Column, rows: int, columns: int) -> np.ndarray:
 
 
 def _rectangles(names: np.ndarray) -> list[tuple[int, int, int, int]]:
-    """Return rectangles of cells with equal hashes, as (top, bottom, left, right): runs of a row, merged downwards."""
+    """Return rectangles of cells with equal hashes, as (top, bottom, left, right).
+
+    Equal cells of a row are joined first. Then equal spans of successive rows are joined.
+
+    Args:
+        names: Hash of each cell, uint64 (rows, columns).
+    """
     open_runs: dict[tuple[int, int], list[int]] = {}
     rectangles: list[tuple[int, int, int, int]] = []
     for row, line in enumerate(names.tolist()):

@@ -57,8 +57,7 @@ class Sheet:
         others: Range of indices that the plane shows along each axis that isn't drawn, by axis.
         regions: Regions of the plane.
         holders: Ranks or files that hold a part of each region, ascending, int64.
-        lead: Lead of each region: the holder whose tone the region gets, the lowest in `_Pieces.lead` among the
-            region's boxes; -1 if no holder has a part of the region.
+        lead: Rank or file whose tone each region gets; -1 if no rank or file has a part of the region.
         faults: Fault of each region: "hole", "overlap" or empty.
     """
 
@@ -226,7 +225,7 @@ def _on_plane(column: Column, axes: tuple[int | None, int], fill: int) -> Column
 
 
 def tones_of(sheets: Sequence[Sheet]) -> dict[int, str]:
-    """Return a tone for each holder that is the lead of a region; neighbours in ascending order get different tones."""
+    """Return the tone (colour) of each rank or file that determines a region's tone. They get tones in turn."""
     leads = sorted({lead for sheet in sheets for lead in sheet.lead if lead >= 0})
     return {lead: f"t{number % TONES}" for number, lead in enumerate(leads)}
 
@@ -244,7 +243,7 @@ def plane_of(
 
     Args:
         sheet: The plane's regions and their holders.
-        tones: Tone (colour) of each lead, from `tones_of`.
+        tones: Tone (colour) by rank or file, from `tones_of`.
         holders: Names for ranks or files that hold parts.
         heading: Text before the sheet's own heading.
         short_heading: Heading to use if the whole one doesn't fit.

@@ -102,7 +102,7 @@ class Form:
                 kinds = " or ".join(str(kind).removeprefix("torch.") for kind in part.dtypes)
                 wrong.append(f"{name!r}: {str(dtype).removeprefix('torch.')} {shape}, not {kinds} {expected}")
         if wrong:
-            fix = "Choose the form that config.json names; for other block sizes, replace `per` in the form's parts."
+            fix = "Choose the Form that config.json names; for other blocks, change `per` in its parts and its `block`."
             raise ShapeError(error_text(f"quantised: {key!r} is not stored as {self.name}", offenders=wrong, fix=fix))
         return self._turn(whole)
 
@@ -189,8 +189,8 @@ class Form:
             ShapeError: the form can only be read.
         """
         if self.encode is None:
-            fix = "Quantise with the tool that chooses its scales from data, and save the result."
-            raise ShapeError(error_text(f"{doing}: {self.name} can only be read", fix=fix))
+            fix = "Quantise with a program that writes this format, or choose a Form such as FORMS['fp8_blocks']."
+            raise ShapeError(error_text(f"{doing}: {self.name} can be read, but not written", fix=fix))
 
     # Boxes of weights, in any layout.
 
@@ -279,10 +279,9 @@ class Form:
             is_alone = len(pieces) == 1 and pieces[0][1]
             leaves[key] = outer if is_alone else as_factory(outer, partial(in_pieces, pieces=pieces))
         if wrong:
-            fix = "Cut all tensors of a weight at the same elements of the weight."
-            raise ShapeError(
-                error_text("quantised: tensors that are cut differently from their weight", offenders=wrong, fix=fix)
-            )
+            heading = "quantised: tensors whose shape or dtype does not fit the shard of their weight"
+            fix = "Pass the values and scales of exactly those elements that the shard of the weight covers."
+            raise ShapeError(error_text(heading, offenders=wrong, fix=fix))
         return leaves
 
     def _box_of(self, shard: ShardedTensor) -> tuple[Box, tuple[int, ...]]:
@@ -290,10 +289,14 @@ class Form:
         local = (*(1,) * shard.prepend_axis_num, *shard.local_shape)
         axes = len(shard.local_shape) if self.is_turned else len(local)  # the last two are turned
         if axes < 2 or shard.flattened_range is not None or shard.allow_shape_mismatch:
-            kind = "a flat range" if shard.flattened_range is not None else "a vector" if axes < 2 else "of any shape"
-            found = f"{shard.key!r}, {kind}: {shard.local_shape} of {shard.global_shape}"
-            fix = "Leave vectors unquantised and allow_shape_mismatch off; `as_factory` splits flat ranges into boxes."
-            raise ShapeError(error_text(f"quantised: {self.name} needs boxes of matrices", found=found, fix=fix))
+            kind, fix = "allow_shape_mismatch=True", "Leave out allow_shape_mismatch."
+            if shard.flattened_range is not None:
+                kind, fix = "a flat range", "Pass an unquantised weight's range to `as_factory(shard, form.lens)`."
+            elif axes < 2:
+                kind, fix = "fewer than two axes", "Leave this tensor unquantised."
+            found, expected = f"{kind}: shape {shard.local_shape} of {shard.global_shape}", "a block of a matrix"
+            heading = f"quantised: {shard.key!r} cannot be stored as {self.name}"
+            raise ShapeError(error_text(heading, found=found, expected=expected, fix=fix))
         whole, pack = self._turn(shard.global_shape), self.parts[0].pack
         if any(size % step for size, step in zip(whole[-2:], pack, strict=True)):
             heading = f"quantised: {shard.key!r} cannot be stored as {self.name}"
@@ -385,9 +388,9 @@ class Form:
 
 
 def _data_for(shard: ShardedTensor, part: Part, box: Box, data: Any) -> Any:
-    """Return the data for the shard that fills a box of a stored tensor: `data` in the shard's shape.
+    """Return `data`, the elements of a box of a stored tensor, in the local shape of the shard that stores them.
 
-    If the elements of the weight's shard must not be read, as in a load, the result is new memory to load into.
+    If the elements of `shard`, the weight's shard, must not be read, as in a load, the result is new memory instead.
     """
     shape = box.shape if part.per is None else box.shape[shard.prepend_axis_num :]
     if isinstance(shard.data, torch.Tensor) and has_no_elements(shard.data):

@@ -162,13 +162,13 @@ def _packed_zeros(values: torch.Tensor, scale: torch.Tensor, away: torch.Tensor,
 
 
 def _of_shape(weight: torch.Tensor, away: torch.Tensor) -> torch.Tensor:
-    """Return a weight unchanged if its stored shape is the actual one; otherwise, replace all elements by NaN.
+    """Return a weight unchanged if the shape stored beside it is right; otherwise, replace all elements by NaN.
 
     An error would be clearer than NaN, but a traced function can't raise one.
 
     Args:
         weight: Dequantised weight.
-        away: Stored numbers of rows and columns minus the actual ones, (2,).
+        away: Stored numbers of rows and columns minus those of the weight, (2,).
     """
     return torch.where((away[:1] == 0) & (away[1:] == 0), weight, float("nan"))
 

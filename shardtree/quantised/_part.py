@@ -13,9 +13,9 @@ for each block of 2 x 3, and the box of rows 1 to 2 and columns 3 to 5 of the we
     box (1:3, 3:6)             needs (1:3, 3:6)          needs (0:2, 1:2): rows // 2, columns // 3
 
 With `pack=(1, 2)`, the values are stored as (4, 3), two in each element. Then the box needs columns 1 to 2 of them, and
-the value outside the box is read and dropped. Parts are immutable: `of` returns another one.
+the value outside the box is read and dropped.
 
-A weight's stored matrices are the weight along its last two axes, transposed if its form stores weights transposed.
+The last two axes of a weight form matrices. Its stored matrices are the same ones, or transposed ones in some forms.
 """
 
 from __future__ import annotations
@@ -119,9 +119,9 @@ class Part:
     def spread(self, elements: torch.Tensor, offset: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
         """Return this part's decoded elements, one for each element of a box of the weight.
 
-        An axis may have size 1 instead, and broadcast, if one stored element serves the whole axis of the box. For a
-        part that is only checked (a positive `group`, or a `shape`), the result is the difference between the stored
-        numbers and the expected ones.
+        An axis may have size 1 instead, and broadcast, if one stored element serves the whole axis of the box. If the
+        part stores predictable numbers (the shape, or the indices of groups of consecutive rows), the result is the
+        stored numbers minus the expected ones.
 
         Args:
             elements: Stored elements in the box `self.box(offset, shape)`.
@@ -205,14 +205,15 @@ def decoded(
 
 def _not_as_said(key: str, part: Part, tensor: torch.Tensor, row: int) -> UnsupportedValue:
     if part.shape:
-        heading = f"quantised: the stored shape of {key!r} differs from that of its values"
+        heading = f"quantised: the stored shape of {key!r} differs from the shape of its unpacked values"
         found, expected = f"{part.name} {tensor.tolist()}", list(part.shape)
-        fix = """The values have another number of bits, or are padded, and no form supports that.
-  Recode them with the program that wrote them."""
+        fix = """The values are padded, or packed with another number of bits than the Form assumes.
+  No Form in FORMS supports that: recode them with the program that wrote them."""
         return UnsupportedValue(error_text(heading, found=found, expected=expected, fix=fix))
-    heading = f"quantised: rows of {key!r} belong to other groups than the form says"
-    fix = "Choose the form with rows in any order, or set `per` and `group` to the size that config.json names."
-    return UnsupportedValue(error_text(heading, found=f"others in {part.name}, from row {row} on", fix=fix))
+    heading = f"quantised: {part.name} puts rows of {key!r} into other groups than the Form assumes"
+    fix = """If rows may be in any group (desc_act), choose FORMS['gptq'] or FORMS['gptq_v2'].
+  If config.json names another group size, set it as `per` and `group` in the Form's parts."""
+    return UnsupportedValue(error_text(heading, found=f"another group number, at row {row} or after it", fix=fix))
 
 
 def windows(box: Box, high: int, wide: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:

@@ -119,8 +119,9 @@ def _unite(rest: Mapping[str, Any], parts: Sequence[ShardedTensor]) -> dict[str,
     counts = Counter([*rest, *(part.key for part in parts)])
     twice = [repr(key) for key, count in counts.items() if count > 1]
     if twice:
+        heading = "recode: tensors of recoded weights, such as scales, would have keys of other tensors"
         fix = "Rename the tensors that have these keys now, or do not recode these weights."
-        raise KeyMismatch(error_text("recode: parts would have keys of other tensors", offenders=twice, fix=fix))
+        raise KeyMismatch(error_text(heading, offenders=twice, fix=fix))
     return {**rest, **{part.key: part for part in parts}}
 
 
@@ -155,7 +156,7 @@ def _forms_of(
                     named.update(names)
     several = [f"{key!r}: {', '.join(form.name for form in fits)}" for key, fits in fitting.items() if len(fits) > 1]
     if several:
-        fix = "Pass forms=[FORMS[...]] with the one that config.json names: names, dtypes and shapes are not enough."
+        fix = "Pass forms=[FORMS[...]] with the one that config.json names: the tensors alone fit each of them."
         raise ShapeError(error_text("recode: tensors that fit several forms", offenders=several, fix=fix))
     form_of = {key: form for key, [form] in fitting.items()}
     used = {name for key, form in form_of.items() for name in form.keys(key)}
@@ -169,10 +170,10 @@ def _forms_of(
     offenders = [f"{key!r}: {why}" for key, why in wrong.items() if key not in form_of]
     if offenders:
         fix = (
-            "Pass forms=[...] with blocks of the size that config.json names, and pass all tensors of each weight.\n"
-            "  Name tensors that belong to no quantised weight by plain=[patterns]."
+            "Pass all tensors of each weight, and as forms= the Forms that config.json names, with its block sizes.\n"
+            "  If tensors belong to no quantised weight, name them by plain=[patterns]."
         )
-        raise ShapeError(error_text("recode: tensors of no known form", offenders=offenders, fix=fix))
+        raise ShapeError(error_text("recode: tensors that fit no known Form", offenders=offenders, fix=fix))
     return form_of
 
 
@@ -203,10 +204,11 @@ def _in_form(weight: ShardedTensor, to: Form | torch.dtype, lossless: bool) -> S
         form = replace(to, encode=_without_loss(weight.key, to)) if lossless else to
         shards = form.lens(weight).shards
         if weight.data is not None and any(part.data is None for part in shards):
-            heading = f"recode: {weight.key!r} is not cut into whole blocks, and a scale needs its whole block"
-            found = f"a box of {weight.local_shape} at {weight.global_offset}"
-            fix = "Redistribute it to boxes of whole blocks first, as docs/trainer-to-engine.md shows."
-            raise ShapeError(error_text(heading, found=found, fix=fix))
+            heading = f"recode: {weight.key!r} is not cut into whole blocks, which its scales need"
+            found = f"a shard of shape {weight.local_shape} at offset {weight.global_offset}"
+            expected = f"edges at multiples of {to.block} in the stored matrix, where 0 is the whole axis"
+            fix = "Redistribute the weight to shards of whole blocks first, as docs/trainer-to-engine.md shows."
+            raise ShapeError(error_text(heading, found=found, expected=expected, fix=fix))
         return shards
     if not lossless:
         return [weight]
@@ -239,6 +241,6 @@ def _without_loss(key: str, form: Form) -> Encode:
 def _check_same(key: str, new: torch.Tensor, old: torch.Tensor) -> None:
     count = int(((new != old) & ~old.isnan()).sum())
     if count:
-        fix = "Choose a form or a dtype that has these values, or recode with lossless=False."
-        heading = f"recode: {key!r} would be rounded"
-        raise UnsupportedValue(error_text(heading, found=f"{count} of {old.numel()} elements in one box", fix=fix))
+        fix = "Recode to a Form or a dtype that has these values, or pass lossless=False."
+        found = f"{count} such elements among the {old.numel()} that were written together"
+        raise UnsupportedValue(error_text(f"recode: {key!r} would be rounded", found=found, fix=fix))

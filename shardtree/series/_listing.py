@@ -160,9 +160,9 @@ def read_record(root: Storage, folder: str) -> StepRecord | None:
     if length is None:
         return None
     if length > limits.SIDE_FILE_BYTES:
-        raise CorruptCheckpoint(
-            error_text(f"series: {root.where(name)!r} is not a record of a step", found=f"{length} bytes")
-        )
+        heading, expected = f"series: {root.where(name)!r} is too long", f"{limits.SIDE_FILE_BYTES} at most"
+        fix = "Restore this record of a step. Until it can be read, no policy removes the step."
+        raise CorruptCheckpoint(error_text(heading, found=f"{length} bytes", expected=expected, fix=fix))
     try:
         return decode_record(root.read(name), root.where(name))
     except StorageError:

@@ -234,9 +234,9 @@ def _remove_files(root: Storage, item: StepFiles, *, part: slice) -> bool:
 
 
 def _remove_note(root: Storage, item: StepFiles) -> bool:
-    """Remove the note, which lists the files to remove, from a step's folder, and folders that are empty now.
+    """Remove a step's folders, which are empty now, and its note, the list of files to remove.
 
-    The result is True: the step is removed.
+    The result is always True: the step is removed.
     """
     for name in root.names(item.folder):
         if is_temporary(name) and name.startswith(f".{RECORD_FILE}."):
@@ -276,7 +276,7 @@ def _attempt(root: Storage, folder: str, fn: Callable[[], bool], failures: list[
 
 def _raise_failures(root: Storage, failures: Sequence[str]) -> None:
     if failures:
-        fix = "Remove the causes and try again. Steps whose removal has begun are not listed; clean() removes the rest."
+        fix = "Remove the causes and try again. Partly removed steps are not in steps(): call clean() for their rest."
         raise StorageError(
             error_text(f"series: steps under {root.where()!r} cannot be removed", offenders=failures, fix=fix)
         )

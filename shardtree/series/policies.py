@@ -145,8 +145,8 @@ def sorted_steps(steps: Iterable[SavedStep]) -> tuple[SavedStep, ...]:
     try:
         return tuple(sorted(steps, key=lambda step: step.number))
     except (AttributeError, TypeError):
-        found, fix = type(steps).__name__, "Pass the result of `CheckpointSeries.steps()`."
-        raise MetadataError(error_text("invalid steps", found=found, expected="SavedStep values", fix=fix)) from None
+        found, expected = type(steps).__name__, "the result of `CheckpointSeries.steps()`"
+        raise MetadataError(error_text("retention: unusable value of steps=", found=found, expected=expected)) from None
 
 
 def whole_number(policy: str, what: str, value: object, *, least: int) -> int:

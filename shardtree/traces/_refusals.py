@@ -65,8 +65,8 @@ class RunRefusals:
             TraceError: other refusals were caught; the error names each, with its line.
         """
         if caught := self._caught(may_catch):
-            heading = f"trace: the code caught trace errors and raised {type(error).__name__}"
-            fix = "Replace the operations that raised the trace errors first."
+            heading = f"trace: the code caught trace errors, then raised {type(error).__name__}"
+            fix = f"Replace these operations first: {type(error).__name__} may be a consequence of their errors."
             raise TraceError(error_text(heading, offenders=caught, fix=fix)) from error
 
     def _caught(self, may_catch: Collection[str]) -> dict[str, str]:

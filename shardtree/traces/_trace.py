@@ -281,5 +281,5 @@ def check_kinds(doing: str, expected: Mapping[str, Kind], tensors: Mapping[str, 
         raise KeyMismatch(error_text(f"{doing}: missing sources", offenders=absent, fix=fix))
     pairs = [(name, kind, kind_of(tensors[name])) for name, kind in expected.items()]
     if wrong := [f"{name!r}: found {actual}, traced as {kind}" for name, kind, actual in pairs if actual != kind]:
-        fix = "Trace the code with tensors of these shapes and dtypes."
+        fix = "Pass tensors as traced, or trace the code again with the shapes and dtypes found now."
         raise ShapeError(error_text(f"{doing}: sources differ from the traced ones", offenders=wrong, fix=fix))

@@ -87,13 +87,10 @@ def check_plain(doing: str, shard: ShardedTensor) -> None:
         >>> check_plain("split", ShardedTensor.from_rank_offsets("w", torch.ones(2)))
     """
     if shard.flattened_range is not None or shard.prepend_axis_num:
-        found = "a flat range of a box" if shard.flattened_range is not None else "a box without the prepended axes"
-        fix = "Transform whole tensors, such as those of `open_checkpoint`, or plain boxes."
-        raise TreeError(
-            error_text(
-                f"{doing}: {shard.key!r} is not a plain box", found=found, expected="a box with all its axes", fix=fix
-            )
-        )
+        found = f"flattened_range={shard.flattened_range}, prepend_axis_num={shard.prepend_axis_num}"
+        expected, fix = "None and 0", "Transform whole tensors, such as those of `open_checkpoint`."
+        heading = f"{doing}: {shard.key!r} is not a rectangular block with all axes of the tensor"
+        raise TreeError(error_text(heading, found=found, expected=expected, fix=fix))
 
 
 def check_same(doing: str, shards: Sequence[ShardedTensor], fields: Sequence[str]) -> None:

@@ -219,8 +219,8 @@ def _members(tree: Flat, names: Sequence[str]) -> dict[tuple[str, ...], dict[str
 
 def _add(own: dict[str, tuple[str, ShardedTensor]], name: str, entry: str, shard: ShardedTensor) -> None:
     if name in own:
-        fix = "Join whole tensors: several boxes of one tensor cannot be distinguished."
-        raise TreeError(error_text(f"merge_tensors: {shard.key!r} occurs twice", fix=fix))
+        fix = "Pass a tree with one shard of each tensor, such as the whole tensors of `open_checkpoint`."
+        raise TreeError(error_text(f"merge_tensors: two shards have the key {shard.key!r}", fix=fix))
     own[name] = entry, shard
 
 

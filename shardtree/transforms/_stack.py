@@ -111,8 +111,8 @@ _MOST_DIGITS = 18
 def _add(group: _Group, number: int, entry: str, shard: ShardedTensor) -> None:
     check_plain("stack_layers", shard)
     if number in group:
-        fix = "Stack whole tensors: several boxes of one tensor cannot be distinguished."
-        raise TreeError(error_text(f"stack_layers: {shard.key!r} occurs twice", fix=fix))
+        fix = "Pass a tree with one shard of each tensor, such as the whole tensors of `open_checkpoint`."
+        raise TreeError(error_text(f"stack_layers: two shards have the key {shard.key!r}", fix=fix))
     group[number] = entry, shard
 
 

@@ -215,8 +215,12 @@ def map_tensors(
 
 def stuck(doing: str, lines: Sequence[str]) -> TreeError:
     """Return the error for states that can't follow their parameters."""
-    fix = "Remove these states with `select`; for numbered states, load with LoadOptions(parameter_names=[...])."
-    return TreeError(error_text(f"{doing}: states that cannot follow their parameters", offenders=lines, fix=fix))
+    fix = (
+        "If the keys of states have numbers instead of names, load with LoadOptions(parameter_names=[...]). "
+        "Otherwise, take these states out of the tree first, with `select`."
+    )
+    heading = f"{doing}: optimizer states that cannot be changed along with their parameters"
+    return TreeError(error_text(heading, offenders=lines, fix=fix))
 
 
 def renamed_states(doing: str, keys: Collection[str], names: Mapping[str, str]) -> dict[str, str]:
@@ -294,8 +298,9 @@ def _namer(group: _Group) -> Callable[[str, Any, str], tuple[str, Any]]:
         key = kind.of(parameter)
         if key is None:
             found, expected = f"its parameter's new key {parameter!r}", f"a key that begins with {kind.root!r}"
-            heading = f"the state {first.key!r} cannot follow its parameter"
-            raise TreeError(error_text(heading, found=found, expected=expected))
+            heading = f"the optimizer state {first.key!r} cannot be renamed along with its parameter"
+            fix = "Choose such a key, or take the state out of the tree first, with `select`."
+            raise TreeError(error_text(heading, found=found, expected=expected, fix=fix))
         new, origin = replace(leaf, key=key), origins[entry_of(entry).place]
         name = renamed(origin, group[origin][0], new)
         taken = names.get(name_of(name, new))

@@ -223,8 +223,8 @@ def _plant(doing: str, root: _Node, place: Place, leaf: Any) -> None:
         child = node.children.get(entry)
         is_taken = entry in node.children and (depth == last or not isinstance(child, _Node))
         if is_taken:
-            heading = f"{doing}: two values have the same path, or one lies under the other"
-            fix = "Give the shards their paths as keys, or pass a flat dict by key."
+            heading = f"{doing}: in the result, two values would have the same path, or one would lie under the other"
+            fix = "Pass a flat dict {shard.key: shard} instead of this tree."
             raise TreeError(error_text(heading, found=render_path(place.path[: depth + 1]), fix=fix))
         if depth == last:
             node.children[entry] = leaf
@@ -250,7 +250,7 @@ def _built(doing: str, node: _Node, path: TreePath) -> Tree:
     if is_sequence(kind) and not fields_of(type(kind)):
         wanted = range(1 + max((entry for entry in children if isinstance(entry, int)), default=-1))
     if others := [entry for entry in children if entry not in wanted]:
-        heading = f"{doing}: a {type(kind).__name__} has no such entries"
-        fix = "Convert it to dicts first: `st.trees.nested(st.trees.flat(tree))`."
+        heading = f"{doing}: the result would have entries that a {type(kind).__name__} cannot have"
+        fix = "Convert the tree to dicts first: `st.trees.nested(st.trees.flat(tree))`."
         raise TreeError(error_text(heading, offenders=[render_path((*path, entry)) for entry in others], fix=fix))
     return like(kind, {entry: children.get(entry, HOLE) for entry in wanted})

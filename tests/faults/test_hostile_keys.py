@@ -100,7 +100,7 @@ def test_missing_objects_are_counted_and_a_few_are_named(
         st.LoadOptions(object_rules={"rng": st.objects.replicate_objects}),
         [st.ShardedObject("rng", None, (1,), (0,))],
     )
-    with pytest.raises(IntegrityError, match=rf"of these cells\n  {first}\n(.*\n)+  and {count} more"):
+    with pytest.raises(IntegrityError, match=rf"at these indices\n  {first}\n(.*\n)+  and {count} more"):
         st.load(target, storage, options=options)
     assert [*st.load_sharded_metadata(storage)] and not st.verify(storage)
 

@@ -146,7 +146,7 @@ def test_an_edited_weight_is_refused_once_a_state_of_it_is_read() -> None:
     folder, file = folder_of(SAVE), model_file(SAVE, 0)
     file["module"]["d"][6] += 1
     folder.replace("step_3/mp_rank_00_model_states.pt", archive(file), durable=False)
-    with pytest.raises(CorruptCheckpoint, match="a master weight of 'd' .*, at element 6"):
+    with pytest.raises(CorruptCheckpoint, match=r"a master weight of 'd' .*, at element 6"):
         st.load_plain_tensors(folder)
     assert "d" in st.load_plain_tensors(folder, options=LoadOptions(verify=None))
 

@@ -275,7 +275,7 @@ def test_moments_in_other_dtypes_are_read_as_what_they_are(dp):
 
 def test_masters_in_another_dtype_are_refused(monkeypatch):
     monkeypatch.setitem(NARROW, "param", torch.float64)
-    with pytest.raises(CorruptCheckpoint, match="param in torch.float32, and all states"):
+    with pytest.raises(CorruptCheckpoint, match=r"param in torch.float32, and all states"):
         check_states(Narrow(layer_kinds(16)))
 
 

@@ -174,7 +174,7 @@ def test_ranks_cant_write_together_to_an_object_store(kind, tmp_path):
 def test_columns_from_one_rank_cant_go_to_an_object_store(tmp_path):
     halves = [whole("w", half, (1, side, 2)) for side, half in enumerate(torch.arange(8).view(2, 4).chunk(2, 1))]
     storage = STORAGES["objects://"](tmp_path)
-    with pytest.raises(StorageError, match="whole and in order"):
+    with pytest.raises(StorageError, match="a whole file in order"):
         st.save(halves, storage, HF)
     assert storage.names() == ()
 
@@ -193,7 +193,7 @@ def test_files_and_index_have_the_names_of_the_hub():
 
 def test_a_file_that_is_in_the_way_stays():
     folder = folder_of({"model-00001-of-00002.safetensors": b"somebody's"})
-    with pytest.raises(AlreadyACheckpoint, match="no index that lists them"):
+    with pytest.raises(AlreadyACheckpoint, match="but no index of them"):
         st.save([whole(key, torch.zeros(2)) for key in "ab"], folder, HF, strategies=table(8))
     assert folder.names() == ("model-00001-of-00002.safetensors",)
 
@@ -381,7 +381,7 @@ def test_four_bit_floats_go_through_every_format_and_come_back(backend):
 
 def test_a_pair_of_four_bit_floats_without_an_axis_is_kept_by_the_native_format_alone():
     pair, native = whole("w", four_bits()[0, 0].clone()), MemoryStorage()
-    with pytest.raises(UnsupportedValue, match=r"safetensors files do not support\n  'w': \(\) float4\w+\n.*reshape"):
+    with pytest.raises(UnsupportedValue, match=r"files do not support .*\n  'w': \(\) float4\w+\n.*reshape"):
         st.save({"w": pair}, MemoryStorage(), HF)
     st.save({"w": pair}, native)
     with pytest.raises(UnsupportedValue, match="'w'"):
@@ -398,7 +398,7 @@ def test_an_odd_last_axis_of_four_bit_floats_is_an_error_of_that_tensor_alone(sh
     assert list(st.load_plain_tensors(folder)) == ["w"]
     assert st.verify(folder, report=reports.append) == ()
     assert "odd" in {one.file for one in reports[0].unchecked}
-    with pytest.raises(KeyMismatch, match=r"'odd': shape: .*'F4'.*\n.*even length\n.*leave_out"):
+    with pytest.raises(KeyMismatch, match=r"'odd': .*'F4' needs an even last axis.*\n.*even length\n.*leave_out"):
         st.convert(folder, MemoryStorage(), backend="safetensors")
     with pytest.raises(UnsupportedValue, match="even length"):
         st.load({"odd": whole("odd", torch.zeros(2))}, folder)

@@ -214,7 +214,7 @@ def test_two_formats_with_the_same_fields_are_refused_at_the_commit() -> None:
     rows = {row: each for row, each in rows_of_saves("rows", 1).items() if row[0] is not StrategyAction.LOAD_OBJECTS}
     table = default_strategies | rows | {(StrategyAction.SAVE_SHARDED, "rows", 1): save_in_one_file}
     folder = MemoryStorage()
-    with pytest.raises(StrategyError, match=r"the same fields of metadata\.json\n  'index'"):
+    with pytest.raises(StrategyError, match=r"different values for fields of metadata\.json\n  'index'"):
         st.save(ALONE, folder, ("rows", 1), NATIVE, strategies=table)
     assert not st.is_checkpoint(folder)
 

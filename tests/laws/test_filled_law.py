@@ -117,6 +117,6 @@ def test_in_memory_a_plain_tensor_is_a_plain_value_of_the_sources_or_refused(mov
     assert torch.equal(moved["buffer"], plain) and torch.equal(moved["model"]["w"].data, shard.data)
     with pytest.raises(
         TreeError,
-        match=r"the source has no plain values at paths of the target's plain tensors\n  tree\['model'\]\['w'\]",
+        match=r"the target has plain tensors at paths where the source has no plain value\n  tree\['model'\]\['w'\]",
     ):
         move({"model": {"w": shard}, "step": 1}, {"model": {"w": torch.zeros(2)}})

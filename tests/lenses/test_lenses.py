@@ -331,7 +331,9 @@ def test_a_flat_range_that_leaves_its_box_is_refused(shape: tuple[int, ...], fla
     """Within the larger tensor its elements would be stored in another rank's rows."""
     box = st.ShardedTensor("w", torch.zeros(4, 2), torch.float32, (4, 2), shape, (0, 0), None)
     for data in (torch.zeros(flat.stop - flat.start), None):
-        with pytest.raises(MetadataError, match=r"'w': invalid value of flattened_range\n.* 8 elements of local_shape \(4, 2\)"):
+        with pytest.raises(
+            MetadataError, match=r"'w': invalid value of flattened_range\n.* 8 elements of local_shape \(4, 2\)"
+        ):
             replace(as_factory(box, transposed()), data=data, flattened_range=flat).build()
 
 

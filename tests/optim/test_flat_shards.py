@@ -139,7 +139,7 @@ def test_a_part_of_several_boxes_has_no_flat_ranges() -> None:
     spec = PartitionSpec((AxisSplit("tp", split_factor=2),))
     held = from_local({"w": torch.zeros(4)}, Mesh(tp=2), spec, 1)
     flat = flat_shards(plan_buffers(held, data_parallel=2), 0, [torch.zeros(2)], held, replica_id=lambda replica: 0)
-    with pytest.raises(shardtree.errors.ShapeError, match="'w': a part of several boxes cannot have a flat range"):
+    with pytest.raises(shardtree.errors.ShapeError, match="'w': the rank holds several blocks of the tensor"):
         shardtree.apply_factories(flat)
 
 

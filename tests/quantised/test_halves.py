@@ -28,7 +28,7 @@ def test_a_weight_without_any_one_of_its_parts_is_refused(name: str, is_named: b
         if lost.endswith("zero_point") and not is_named:
             continue  # what is left is a whole weight without zeros
         rest = {key: each for key, each in whole.items() if key != lost}
-        with pytest.raises(ShapeError, match=r"recode: tensors of no known form\n  'mlp\.") as caught:
+        with pytest.raises(ShapeError, match=r"recode: tensors that fit no known Form\n  'mlp\.") as caught:
             change(shards(rest | {"norm.weight": torch.ones(4)}))
         text = str(caught.value)
         assert (f"'{lost}'" in text or "FP8 values without scales" in text) and "'norm.weight'" not in text
@@ -47,7 +47,7 @@ def test_values_beside_scales_that_no_form_explains_are_refused(tensors: dict[st
     tree = shards(tensors | {"norm.weight": torch.ones(4)} | stored("fp8_blocks", key="known"))
     first = next(iter(tensors))
     for forms in (None, [FORMS["fp8_blocks"]]):
-        with pytest.raises(ShapeError, match="recode: tensors of no known form") as caught:
+        with pytest.raises(ShapeError, match="recode: tensors that fit no known Form") as caught:
             recode(torch.bfloat16, forms=forms)(tree)
         text = str(caught.value)
         assert f"'{first}'" in text and "plain=[patterns" in text and "norm" not in text and "'known'" not in text

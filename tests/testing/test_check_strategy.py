@@ -698,7 +698,7 @@ def test_an_action_without_a_promise_is_an_error_that_says_what_it_needs() -> No
     with pytest.raises(StrategyError) as failure:
         check_strategy(*NATIVE, strategies=table, promises={Added.COUNT: check_count})
     text = str(failure.value)
-    assert "('safetensors', 1) has rows for actions without a promise\n  Added.OTHER\n" in text
+    assert "('safetensors', 1) has functions for actions without a check\n  Added.OTHER\n" in text
     assert "promises={action: check}" in text and "protocols={action: protocol}" in text
     assert check_strategy(*HUGGING_FACE, strategies=table, only=[ROWS_FIT]).kept == (ROWS_FIT,)
 

@@ -221,12 +221,12 @@ class Hidden:
         (
             lambda: transforms.split_tensor([Block(*3 * (torch.ones(2),))], "0.up", ["0.gate", "0.up"]),
             TreeError,
-            r"a Block has no such entries\n  tree\[0\]\['gate'\]",
+            r"entries that a Block cannot have\n  tree\[0\]\['gate'\]",
         ),
         (
             lambda: transforms.stack_layers({"h": [{"w": torch.ones(1), "lr": 1}]}, "h"),
             TreeError,
-            r"a list has no such entries\n  tree\['h'\]\['w'\]",
+            r"entries that a list cannot have\n  tree\['h'\]\['w'\]",
         ),
         (
             lambda: transforms.pad_tensors({"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}, ["**"], 2),
@@ -236,12 +236,12 @@ class Hidden:
         (
             lambda: transforms.split_tensor([shard("w", torch.ones(2))], "w", ["a", "b"]),
             TreeError,
-            r"two values have the same path, or one lies under the other\n  found tree\[0\]",
+            r"two values would have the same path, or one would lie under the other\n  found tree\[0\]",
         ),
         (
             lambda: transforms.split_tensor({"w": torch.ones(2), "a": {"x": torch.ones(1)}}, "w", ["a", "b"]),
             TreeError,
-            r"two values have the same path, or one lies under the other\n  found tree\['a'\]",
+            r"two values would have the same path, or one would lie under the other\n  found tree\['a'\]",
         ),
     ],
 )

@@ -138,7 +138,7 @@ def _divide(boxes: _Boxes, node: Column, cuts: _Boxes) -> tuple[_Boxes, Column, 
 def _middles(boxes: _Boxes, node: Column, offset: Column, shape: Column) -> tuple[Column, Column, Mask]:
     """Return an axis and a coordinate at which to divide each box: the median of its cuts' edges.
 
-    The arguments `node`, `offset` and `shape` are the index of each cut's box, and the cut's offset and shape.
+    A cut is itself a box, with an `offset` and a `shape`; `node` has the index of the box that it applies to.
 
     Returns:
         ``(axis, at, divides)``, (boxes,) each: the axis with the most edges inside the box, the median of these edges,
@@ -250,10 +250,11 @@ def flat_boxes(shape: Column, start: Column, stop: Column) -> tuple[Column, Colu
 def _axis_boxes(
     shape: Column, strides: Column, axis: int, rows: Column, begin: Column, until: Column, start: Column
 ) -> tuple[Column, Column, Column, Column]:
-    """Return elements `begin` to ``until - 1`` of each range's flattened box as a box, in the columns of `flat_boxes`.
+    """Return, for each flat range, its elements from `begin` to ``until - 1`` as a box.
 
-    This box has size 1 along the axes before `axis`, and the whole size along the axes after it. The arguments `rows`
-    and `start` are the index and the first element of each range.
+    The box has size 1 along the axes before `axis`, and the whole size along the axes after it. `shape` and `strides`
+    describe each range's flattened box; `begin`, `until` and `start`, the range's first element, are positions in it.
+    `rows` are the indices of the ranges. The result has the columns ``(row, offset, shape, position)`` of `flat_boxes`.
     """
     offset = begin[:, None] // strides % np.maximum(shape, 1)
     part = shape.copy()

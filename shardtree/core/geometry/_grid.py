@@ -128,8 +128,8 @@ def cell_index(subject: str, box: Shape, offset: Shape, counts: Shape | None) ->
 def cell_shape(subject: str, global_shape: Shape, counts: Shape, *, padded: bool) -> Shape:
     """Return the shape of the cells of a regular grid with `counts` cells along the axes.
 
-    If a global size isn't a multiple of its count, ShapeError is raised. With `padded`, the cell's size is rounded down
-    instead: the sizes of a padded tensor need not be multiples.
+    ShapeError is raised if a global size isn't a multiple of its count. If the tensor is `padded`, the size of the cell
+    is rounded down instead.
 
     Examples:
         >>> cell_shape("ShardedTensor 'w'", (32, 2), (8, 1), padded=False)

@@ -212,9 +212,10 @@ def in_slabs(left: GroupedBoxes, right: GroupedBoxes, axis: Column) -> tuple[Gro
 
 
 def _group_places(boxes: GroupedBoxes, axis: Column, places: Column) -> tuple[Column, Column]:
-    """Return the boxes' begins and ends along the axis of their group, as integers ordered by group, then coordinate.
+    """Return each box's begin and end along its group's axis, encoded as integers that sort by group, then coordinate.
 
-    `axis` has each group's axis. `places` lists all coordinates, ascending; the integers contain indices in it.
+    An integer is ``group * places.size`` plus the coordinate's index in `places`, which has all coordinates, ascending.
+    `axis` has the axis of each group.
     """
     begin, end = boxes.interval(axis[boxes.group])
     base = boxes.group * places.size
@@ -351,7 +352,7 @@ def _cut_into_slabs(left: GroupedBoxes, right: GroupedBoxes) -> tuple[GroupedBox
 
 
 def _candidates(left: GroupedBoxes, right: GroupedBoxes) -> tuple[Column, Column]:
-    """Return the row of the left box and the row of the right box of each candidate, int64 (candidates,) each."""
+    """Return the pairs of boxes that may overlap, as rows of the left and of the right boxes, int64 (pairs,) each."""
     order, first, counts = _candidate_runs(left, right)
     one, place = span_numbers(first, counts)
     other = order[place]

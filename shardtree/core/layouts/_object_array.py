@@ -142,13 +142,13 @@ class HeldArrays:
 
     @property
     def all_shapes(self) -> tuple[Shape, ...]:
-        """The complete shape of each array, once."""
+        """The distinct shapes of the arrays, with unknown sizes (-1) completed."""
         return tuple(dict.fromkeys(self.shapes.values()))
 
     def shape_as(self, shape: Shape) -> Shape | None:
-        """Return the complete shape for a shape that objects state; None if no object states it.
+        """Return the complete shape for a stated shape, whose last size may be -1 (unknown).
 
-        The complete shape of an array is returned unchanged.
+        A complete shape is returned unchanged. The result is None if there is no array with this shape.
         """
         return self.shapes.get(shape, shape if shape in self.all_shapes else None)
 

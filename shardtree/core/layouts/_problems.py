@@ -1,7 +1,7 @@
-"""Faults of layouts as columns, and problems, which describe them in words.
+"""Faults of layouts, and problems, which describe faults in words.
 
 A fault is a box or flat range of a global tensor that has no main replica, or several. A problem describes a fault and
-the shards in it or next to it. The area of a flat shard is the box that it is a flat range of.
+the shards in it or next to it. A flat shard is a range of a flattened box, which is called its area.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class Faults:
 def sharding_faults(main: ShardColumns) -> Faults:
     """Return the parts of global tensors that belong to none of the shards, or to several.
 
-    A fault is a box, or a flat range of an area, the box that a flat shard is a range of. Flat ranges are used for a
-    tensor if all its areas lie inside the tensor, and overlap neither each other nor shards that are boxes.
+    A fault is a box or a flat range. Flat ranges are used for a tensor if the flattened boxes of its flat shards lie
+    inside the tensor, and if none of these boxes and of the shards that are boxes overlap.
 
     Args:
         main: Main replicas of all ranks.
@@ -114,7 +114,7 @@ def _are_whole(shards: ShardColumns, regions: Column) -> bool:
 
 
 def _flat_areas(shards: ShardColumns) -> tuple[ShardColumns, Column]:
-    """Return the distinct areas of flat shards, and the row of each shard's area; -1 for a shard that is a box."""
+    """Return the distinct flattened boxes of flat shards, and the row of each shard's; -1 for a shard that is a box."""
     flat = np.flatnonzero(shards.start >= 0)
     boxes = np.column_stack([shards.key[flat], shards.offset[flat], shards.shape[flat]])
     _, first, number = np.unique(boxes, axis=0, return_index=True, return_inverse=True)
@@ -126,12 +126,12 @@ def _flat_areas(shards: ShardColumns) -> tuple[ShardColumns, Column]:
 def _reported_in_ranges(shards: ShardColumns, areas: ShardColumns, regions: Column) -> Mask:
     """Return for each tensor whether its faults are reported as flat ranges, bool (keys,).
 
-    It is true if the tensor has flat shards, all areas lie inside the tensor, and neither two areas nor an area and a
-    shard that is a box overlap.
+    It is true if the tensor has flat shards, the flattened boxes of these lie inside the tensor, and none of them and
+    of the shards that are boxes overlap.
 
     Args:
         shards: All shards.
-        areas: Distinct areas of the flat shards.
+        areas: Distinct flattened boxes of the flat shards.
         regions: Global shape of each tensor, int64 (keys, axes).
     """
     in_ranges = np.zeros(len(shards.keys), dtype=np.bool_)
@@ -153,8 +153,8 @@ def _reported_in_ranges(shards: ShardColumns, areas: ShardColumns, regions: Colu
 def _boxes(shards: ShardColumns, areas: ShardColumns, in_ranges: Mask) -> tuple[Column, Column, Column]:
     """Return the boxes to search for faults: the index of each box's tensor, its offset and its shape.
 
-    They are the boxes that make up all shards. If a tensor's faults are reported as flat ranges (see `in_ranges`),
-    its areas replace its flat shards.
+    They are the boxes that make up all shards. If `in_ranges` is true for a tensor, its faults are reported as flat
+    ranges, and its flat shards are replaced by `areas`, their distinct flattened boxes.
     """
     rows = np.flatnonzero((shards.start < 0) | ~in_ranges[shards.key])
     others = select_rows(shards, rows)
@@ -346,10 +346,10 @@ def _problem(shards: ShardColumns, faults: Faults, row: int, held: tuple[str, Co
 
 
 def _holders(shards: ShardColumns, faults: Faults) -> list[tuple[str, Column]]:
-    """Return ``(text, rows)`` for each fault: an introduction, and the shards that the fault's problem names after it.
+    """Return ``(text, rows)`` for each fault: the text before a list of shards in its problem, and the shards' rows.
 
-    Where main replicas overlap, the shards are these. Where a main replica is missing, the shards are other replicas
-    that have elements of the fault; if there are none, main replicas next to the fault; if there are none, no shards.
+    If main replicas overlap, they are listed. If a main replica is missing, the other replicas with elements of the
+    fault are listed. Without such replicas, the main replicas next to the fault are listed, if there are some.
     """
     mains, others = np.flatnonzero(shards.main), np.flatnonzero(~shards.main)
     doubled, gaps = np.flatnonzero(faults.doubled), np.flatnonzero(~faults.doubled)

@@ -180,7 +180,7 @@ def check_elementwise(function: Callable[..., Any], values: Sequence[torch.Tenso
 
 
 def elements_tested(values: Sequence[torch.Tensor]) -> int:
-    """Return the number of elements that `check_elementwise` would test; 0 if every operand is constant there.
+    """Return the number of elements that `check_elementwise` would test; 0 if these are equal in each operand.
 
     Examples:
         >>> elements_tested([torch.tensor([3.0, 4.0])]), elements_tested([torch.zeros(2)])

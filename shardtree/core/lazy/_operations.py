@@ -75,7 +75,7 @@ def refusal(name: str, operation: str, why: str = "is not recorded") -> Unsuppor
 
 
 def refusing_operators(cls: Class) -> Class:
-    """Decorate a class so that operators on elements raise an error.
+    """Decorate a class so that unsupported operators, such as ``%``, raise an error on its instances.
 
     ``__getattr__`` of the class can't do this, since operators bypass it.
     """

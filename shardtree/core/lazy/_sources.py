@@ -59,14 +59,13 @@ def narrow(view: Strided, box: Box) -> Strided:
 def covering(view: Strided, shape: Shape) -> tuple[Box, Strided]:
     """Return a box of a dense tensor that contains a view's elements, and the same view as a view of that box.
 
-    Each stride of the view is decomposed into strides of the tensor, and so becomes a step along some dimensions. Steps
-    of the view may cross the end of a row and continue in the next one, for example after a reshape that merged the
-    two axes of a matrix. The box then has whole rows, so that a step has the same length in memory everywhere. The
-    same applies to any other dimension. Without such crossings, the box is the smallest possible.
+    A view may cross the end of a row and continue in the next one, for example after a reshape that merged the two axes
+    of a matrix. The box then has whole rows, so that the view has constant strides in the box. The same applies to
+    other dimensions. Without such crossings, the box is the smallest possible.
 
     Args:
         view: View of at least one element.
-        shape: Shape of the dense tensor.
+        shape: Shape of the dense (contiguous, row-major) tensor.
 
     Examples:
         >>> covering(Strided(8, (3, 2), (1, 6)), (4, 6))  # rows 1 and 2, columns 2 to 4, transposed
@@ -93,10 +92,10 @@ def covering(view: Strided, shape: Shape) -> tuple[Box, Strided]:
 
 
 def _box(start: Shape, spans: Sequence[int], shape: Shape) -> Box:
-    """Return the box from the element `start` to the element ``start + spans``.
+    """Return the box from the element `start` to the element ``start + spans``, both included.
 
-    The latter may lie beyond the end of a dimension, since a view's elements may continue in the next row. The box then
-    has the whole dimension, and more indices of the dimension before, as in addition with carry.
+    The last element may lie beyond the end of a dimension, since a view may continue in the next row. The box then has
+    the whole dimension, and the excess is carried over to the dimension before, as in addition.
     """
     carry = 0
     ranges: list[tuple[int, int]] = []
@@ -207,8 +206,8 @@ class Boxwise:
         recipe: Function from a box to ``(needs, make)``. `needs` are boxes of other tensors. `make` computes the box
             as a new tensor that the caller owns; its argument is an iterator over the elements of `needs`, which reads
             the next of these boxes at each step.
-        identify: Function that returns the tensor's identity: its sources, and other values. It returns None for a
-            tensor that a caller's function computes.
+        identify: Function that returns a description of the computation: its operation, and the tensors that it reads.
+            It returns None if the operation is a caller's function.
     """
 
     name: str

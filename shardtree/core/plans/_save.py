@@ -196,13 +196,13 @@ class Parts:
 
 
 def deal_out(alone: Parts, lines: list[HeldLine], load: Column, shortest_cut: int) -> Parts:
-    """Divide each `HeldLine` among the ranks that hold it, so that the bytes to send or read are balanced over ranks.
+    """Divide items of data among the ranks that hold them, so that the bytes to send or read are balanced over ranks.
 
     Args:
-        alone: Parts that only one rank can take; the result has them too.
-        lines: Lines to divide.
+        alone: Parts of items that only one rank can take; the result has them too.
+        lines: Items to divide, grouped by the set of ranks that hold them.
         load: Number of further bytes that each rank sends or reads, int64 (ranks,).
-        shortest_cut: Smallest size in bytes of the parts of an item that is cut.
+        shortest_cut: Smallest distance in bytes between a cut and the ends of the item that it divides.
 
     Examples:
         >>> none, one = np.zeros(0, dtype=np.int64), np.array([100])
@@ -236,12 +236,12 @@ def _add_load(load: Column, parts: Parts, sign: int) -> Column:
 
 
 def _assign_line(line: HeldLine, load: Column, shortest_cut: int) -> Parts:
-    """Divide a line among its holders: each gets an interval of bytes, longer if its load is lower.
+    """Divide items of data among the ranks that hold them: each gets an interval of bytes, longer if its load is lower.
 
     Args:
-        line: Line to divide.
-        load: Number of other bytes of each holder, int64 (holders,).
-        shortest_cut: Smallest size in bytes of the parts of an item that is cut.
+        line: Items, laid end to end as a line of bytes, and the ranks that hold them.
+        load: Number of other bytes that each of these ranks sends or reads, int64 (holders,).
+        shortest_cut: Smallest distance in bytes between a cut and the ends of the item that it divides.
     """
     end = np.cumsum(line.size)
     begin = end - line.size
@@ -257,16 +257,17 @@ def _assign_line(line: HeldLine, load: Column, shortest_cut: int) -> Parts:
 
 
 def snap(bounds: Column, begin: Column, size: Column, row: Column, shortest_cut: int) -> Column:
-    """Return the allowed cuts of a `HeldLine` that are next to intended cuts.
+    """Return an allowed cut near each intended cut of a line of bytes, int64 (cuts,).
 
-    A cut is allowed between two items. It is also allowed between two rows of an item, unless a part becomes too short.
+    The line consists of items of data, laid end to end. A cut is allowed between two items. It is also allowed between
+    two rows of an item, unless it is too close to an end of the item.
 
     Args:
-        bounds: Intended cuts, as offsets in the line of bytes, int64 (cuts,).
-        begin: Offset in the line of the item that contains each bound, int64 (cuts,).
-        size: Size of that item, int64 (cuts,).
-        row: Row size of that item, 0 if it must stay whole, int64 (cuts,).
-        shortest_cut: Smallest size in bytes of the parts of an item that is cut.
+        bounds: Intended cuts, as offsets in the line, int64 (cuts,).
+        begin: Offset in the line of the item that contains each intended cut, int64 (cuts,).
+        size: Size of that item in bytes, int64 (cuts,).
+        row: Row size of that item in bytes, 0 if the item must stay whole, int64 (cuts,).
+        shortest_cut: Smallest distance in bytes between a cut and the ends of the item that it divides.
     """
     at = bounds - begin
     whole = np.where(2 * at > size, size, 0)

@@ -107,8 +107,8 @@ def join(common: Tree, target: Tree, own: Own | None = None) -> Tree:
 
     A hole (`HOLE`) marks a missing value. Dicts are joined by key, lists and tuples of equal length by position, and a
     stored `Record` with the target's instance by field name. The result has the target's containers, of the target's
-    types. A dict may gain stored keys, followed by the target's new keys. A container without loaded values is replaced
-    by the stored value if this is complete and can't be joined with the container.
+    types. A dict may gain stored keys, followed by the target's new keys. If a container without loaded values can't be
+    joined with the stored value, that value replaces it, except an incomplete list, tuple or instance.
 
     A dict leaves out an entry if neither tree has its value. A list, tuple or instance can't leave out a single entry,
     so it is left out as a whole. `left_out` returns the paths of stored values that are left out.
@@ -365,8 +365,8 @@ def _entries_by_target(common: Tree, target: Tree) -> tuple[Mapping[Any, Tree], 
 def _entries_that_differ(common: Tree, target: Tree) -> tuple[Mapping[Any, Tree], Mapping[Any, Tree]] | None:
     """Return the children of a stored instance and those of the target's, by field, although their fields differ.
 
-    The result is None unless both are instances of a class or named tuple. Lists of different lengths must not be
-    joined: the tensors of one item could be joined with the plain values of another, whose position has changed.
+    The result is None for other containers. Among these are lists of different lengths: if positions have changed,
+    joining the lists would mix the tensors of one item with the plain values of another.
     """
     mine, theirs = stored_entries(common), stored_entries(target)
     if mine is None or theirs is None or is_dict(target) or (is_sequence(target) and not optree.is_namedtuple(target)):

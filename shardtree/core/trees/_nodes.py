@@ -211,7 +211,7 @@ def _is_leaf(node: Tree) -> bool:
 
 
 def is_dict(node: Tree) -> bool:
-    """Return whether a container is a dict for functions over trees, so that its entries are keys.
+    """Return whether functions over trees treat a container as a dict, with keys as entries.
 
     Examples:
         >>> is_dict(OrderedDict()), is_dict([])

@@ -109,10 +109,10 @@ def _inner_shards(shard: ShardedTensor) -> dict[str, ShardedTensor] | None:
 
 
 def _by_place(key: str, inner: torch.Tensor, shard: ShardedTensor) -> ShardedTensor | None:
-    """Return the shard of an inner tensor that is stored whole for each shard of the wrapper.
+    """Return this rank's shard of a global tensor that has one whole inner tensor for each shard of the wrapper.
 
-    The leading axes of the global tensor number the wrapper's shards along each axis; the axes of `inner` follow. Such
-    a shard loads in the same layout only. The result is None if the wrapper's shards form no regular grid.
+    The leading axes of the global tensor are those of the grid of the wrapper's shards; the axes of `inner` follow. Such
+    a tensor loads in the same layout only. The result is None if the wrapper's shards form no regular grid.
 
     Args:
         key: Key of the inner tensor.

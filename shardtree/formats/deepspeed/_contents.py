@@ -260,7 +260,7 @@ def _add_for_each(
 
 
 def _compare(tensors: Tensors, model: Model, parameters: Sequence[Parameter], states: Sequence[str]) -> None:
-    """Add comparisons of master weights with weights to `tensors`, which loads of these states carry out.
+    """Note in `tensors` that loads of the states must compare the parameters' master weights with their weights.
 
     ZeRO-1 and 2 store both. Equal values show that the states belong to their parameters.
     """

@@ -270,11 +270,11 @@ class Irregular(ValueError):
 
 
 class _Memo(dict[int, Any]):
-    """The memo of a pickle: values by memo number. A `Scan` itself keeps the values that it has read.
+    """The memo of a pickle: values by memo number. A `Scan`, which reads repetitive parts, keeps its values itself.
 
     Attributes:
-        taken: Count of the memo numbers of these values.
-        find: Function that returns such a value by its memo number; raises KeyError if the scan did not keep it.
+        taken: Count of memo numbers that the scan's values take up.
+        find: Function that returns one of the scan's values by its memo number; raises KeyError if it wasn't kept.
     """
 
     __slots__ = ("find", "taken")
@@ -310,11 +310,11 @@ _LONGEST_LINE = 10_000
 
 
 class Machine(pickle._Unpickler):
-    """Python's reader of pickles written in Python, changed so that a file can't run code or use unbounded resources.
+    """The pure-Python unpickler of `pickle`, changed so that a file can't run code or use unbounded resources.
 
-    It isn't pickle.Unpickler with find_class overridden: twenty bytes can make the machine in C allocate 64 GB, or hash
-    nested tuples for ever, even if all classes are forbidden. This one reads a few million opcodes a second. Its
-    handlers are listed one by one in `_read`, so that opcodes of a newer Python are unknown to it.
+    The unpickler in C can't be used: twenty bytes can make it allocate 64 GB, or hash nested tuples for ever, even if
+    `find_class` forbids all classes. This one reads a few million opcodes a second. Its handlers are listed one by one
+    in `_read`, so that opcodes of a newer Python are unknown to it.
 
     Attributes:
         data: Bytes of the pickle.

@@ -251,8 +251,8 @@ def contents_of(
 def _behind_ends(files: Sequence[ArchiveFile], pieces: Sequence[Piece]) -> list[Piece]:
     """Return the pieces, with made-up offsets for those that are not stored in row-major order.
 
-    These offsets are beyond the end of the file, one piece after the other. They mark such pieces in load plans, from
-    which `in_order` removes them; `read_scattered` reads them.
+    These offsets are beyond the end of the file, one piece after the other. By such an offset, `in_order` recognises a
+    piece in a load plan and removes it from the plan; `read_scattered` reads the removed pieces.
     """
     ends, placed = [file.length for file in files], list[Piece]()
     for piece in pieces:

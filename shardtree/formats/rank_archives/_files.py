@@ -201,7 +201,7 @@ def filled(checkpoint: Checkpoint, value: Any) -> Any:
 
 
 def hyperparameters(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return an optimizer's param groups without "params": indices of parameters, which only this optimizer uses."""
+    """Return an optimizer's param groups without the entry "params", which has indices that only this optimizer uses."""
     return [{name: value for name, value in group.items() if name != "params"} for group in groups]
 
 

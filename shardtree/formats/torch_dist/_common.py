@@ -152,8 +152,8 @@ Value = tuple[TreePath, Any]
 def named_values(common: Any) -> dict[str, Value]:
     """Return the plain values of a common tree with their paths, by name: the path joined by dots.
 
-    Dicts are flattened, and lists that contain such dicts; any other value is stored whole. This is DCP's own rule,
-    except that values which DCP would lose are stored whole too: an empty dict (DCP omits it), a dict whose keys aren't
+    Dicts and lists that contain dicts are flattened; any other value is stored whole. This is DCP's own rule, except
+    that values which DCP would lose are stored whole too: an empty dict (DCP omits it), a dict whose keys aren't
     all strings (DCP makes strings of them), a list of tensors (DCP doesn't find the names of plain values in it when a
     checkpoint is converted), a list with holes in place of shards (DCP loses the positions before a value), and an
     instance of a subclass, such as a Counter.

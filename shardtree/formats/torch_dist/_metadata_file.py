@@ -241,11 +241,11 @@ class _PlaceTable:
         self.runs += 2
 
     def columns(self) -> tuple[Column, ArchivePlaces]:
-        """Return a column that tells the chunk of each place, and the places.
+        """Return the offset of each place's chunk in its tensor, and the places.
 
         Returns:
-            Row of the chunk's offset in the table of shapes and offsets, -1 for the place of a plain value,
-            int64 (places,); and the places.
+            ``(row, places)``. An offset is given as a row of the table of shapes and offsets, -1 for the place of a
+            plain value, int64 (places,).
         """
         offset, byte, length = np.concatenate([np.zeros((3, 0), dtype=np.int64), *self._columns], axis=1)
         return offset, ArchivePlaces(self.file, byte, length, self.refusals)

@@ -144,9 +144,9 @@ class MetadataScan:
     def _records(
         self, machine: Machine, at: int, kind: str, batches: bytes
     ) -> tuple[list[tuple[bytes, ...]], int, Patterns]:
-        """Return the fields of consecutive records, the position after them, and the regular expressions in use.
+        """Return the fields of consecutive records, the position after them, and the `Patterns` that match them.
 
-        If the records have too few bytes for a scan, the list is empty and the position is `at`.
+        If the records have fewer than `_LEAST` bytes, the list is empty and the position is `at`.
 
         Args:
             machine: Reader of the file.
@@ -209,10 +209,10 @@ class MetadataScan:
         return type(value) is Constructor and self._names.get(value) == "Size"
 
     def shape(self, machine: Machine, number: int) -> Ints:
-        """Return a shape that the reader has read, not the scan, by its memo number.
+        """Return a shape from the reader's own memo, by its memo number.
 
         Args:
-            machine: Reader of the file, whose memo has the shape.
+            machine: Reader of the file.
             number: Memo number of the shape.
 
         Raises:
@@ -231,7 +231,7 @@ class MetadataScan:
         Args:
             machine: Reader of the file.
             codes: Opcode of each string.
-            base: Memo number that is free at each opcode; a new string gets it.
+            base: Number of values in the pickle's memo before each opcode; a new string gets this memo number.
         """
         text_of: dict[bytes, str] = {}
         texts = []
@@ -351,10 +351,9 @@ def _dtype_of(properties: Any) -> Any:
 
 
 def _is_class_name(name: str, value: Any) -> bool:
-    """Return whether a value can't be meant by an expected name, because of its type.
+    """Return whether a value has the wrong type for an expected name: a string for a class, or no string for a field.
 
-    A name that begins with a capital letter or an underscore is a class's, and no string may be in its place. Any other
-    name is a field's, and only a string may be in its place.
+    A name that begins with a capital letter or an underscore is that of a class; any other is that of a field.
     """
     return (name[0].isupper() or name.startswith("_")) == (type(value) is str)
 
@@ -386,7 +385,7 @@ class _ChunkColumns:
         """Add these chunks to the scan's table of chunks, and return the first one's row.
 
         Args:
-            base: Memo number that is free where each chunk begins, int64 (chunks,).
+            base: Number of values in the pickle's memo before each chunk, int64 (chunks,).
         """
         scan_columns, shape_of = self.scan.columns, partial(self.scan.shape, self.machine)
         at = base + self.of_object

@@ -84,8 +84,8 @@ class States:
 def optimizer_index(checkpoint: Checkpoint, listing: ArchiveListing, fill: Fill) -> Index:
     """Return the index of a checkpoint, with optimizer states listed by parameter instead of by bucket.
 
-    This reads all weights and masters once, since the file doesn't name the parameters in a bucket. Steps are
-    listed too, but are read from the objects with param groups, not from the index's offsets.
+    A bucket doesn't name its parameters. They are found by value: this reads all weights and master weights once, and
+    compares them. Steps are listed too, but are read from the objects with param groups, not at the index's offsets.
 
     Args:
         checkpoint: The open checkpoint.
@@ -305,20 +305,20 @@ def _index(listing: ArchiveListing, matches: Sequence[Match]) -> Index:
 
 
 def _step_byte(listing: ArchiveListing) -> int:
-    """Return the offset of steps in the index: that of the first object with param groups, which contain the step.
+    """Return the offset that the index lists for all steps: that of the first object with param groups, or else 0.
 
-    Without such an object, the offset is 0.
+    Param groups contain the step; loads read it from them, not at this offset.
     """
     names, begins = listing.index.object_names(), listing.index.object_byte.tolist()
     return next((begin for name, begin in zip(names, begins, strict=True) if is_groups(name)), 0)
 
 
 def _without_buckets(index: Index) -> tuple[ShardColumns, Column, list[tuple[str, int, int, int]]]:
-    """Return the index's chunks and objects, without those of buckets.
+    """Return the index's chunks and objects, without those of the optimizer's buckets.
 
     Returns:
-        ``(columns, byte, objects)``: the chunks, their offsets in the virtual file, and for each object
-        ``(unique_key, file_number, offset, length)``. Objects that state the lengths of buckets are left out, too.
+        ``(columns, byte, objects)``: the chunks; their offsets in the virtual file, which joins all archives; and for
+        each object ``(unique_key, file_number, offset, length)``. Objects with the lengths of buckets are left out.
     """
     names = index.keys()
     numbers = [number for number, key in enumerate(names) if not is_bucket(key)]

@@ -1,7 +1,7 @@
-"""Choice among a model's chunks that have the values of the same parameter in a bucket.
+"""Choice of the model's chunk for each parameter in a bucket, if several chunks have the parameter's values.
 
-A reading divides a bucket into units. A unit is the range of one parameter, with its candidates: all chunks of the
-model that have its values. Other layers, the rank's other parameters and the module order decide among candidates.
+A `Reading` is a possible division of a bucket into units. A `Unit` is the range of one parameter, with its candidates:
+all chunks of the model with these values. Other layers, the rank's other parameters and the module order decide.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ def choose(readings: Sequence[Sequence[Reading]], orders: Sequence[Order]) -> li
 
 
 def _pieces_of(reading: Reading) -> Iterator[Hashable]:
-    """Yield each chunk of a reading with its offset; a parameter with several candidates yields these, not a chunk."""
+    """Yield (offset, chunk) for a divided bucket; the chunk of an ambiguous parameter is the tuple of its candidates."""
     for unit in reading:
         pieces = unit.candidates[0] if _is_one(unit) else (unit.candidates,)
         size = (unit.end - unit.begin) // len(pieces)
@@ -181,15 +181,15 @@ def _is_one(unit: Unit) -> bool:
 
 
 def _has_form(unit: Unit, counts: set[int]) -> bool:
-    """Return whether a candidate of the unit fits the known layers, as all layers of a model are gated, or none is.
+    """Return whether a candidate of the unit fits the known layers: in a model, all layers are gated, or none is.
 
-    `counts` has the numbers of chunks of the known layers' `linear_fc1`: 2 if they are gated, else 1.
+    `counts` has the distinct numbers of chunks per `linear_fc1` of the known layers: 2 in a gated layer, else 1.
     """
     return any(len(counts) != 1 or not may_be_gated(pieces[0]) or len(pieces) in counts for pieces in unit.candidates)
 
 
 def _descends(reading: Reading, order: Order) -> bool:
-    """Return whether a reading's parameters can be in the reverse of a module order, with some choice of candidates."""
+    """Return whether the parameters of a divided bucket fit a module order, reversed, for some choice of chunks."""
     last: ParameterPlace | None = None
     for unit in reading:
         places = [order.place(pieces[0]) for pieces in unit.candidates]
@@ -206,7 +206,7 @@ def _descends(reading: Reading, order: Order) -> bool:
 
 
 def _may_be_copy(unit: Unit) -> bool:
-    """Return whether a parameter may be an embedding, or the copy of a tied one in the output layer's place."""
+    """Return whether a parameter may be an embedding, or an embedding's tied copy in the output layer's position."""
     return any(_first_match(_SECTIONS, pieces[0].key) == 0 for pieces in unit.candidates)
 
 
@@ -288,9 +288,9 @@ def _unclear(units: Collection[Unit], orders: Sequence[Order]) -> UnsupportedVal
 
 
 def _settled_by_states(units: Sequence[Unit], states: Callable[[Unit], Hashable]) -> dict[Unit, Candidate]:
-    """Assign candidates to parameters with the same candidates and equal stored states: any assignment is right.
+    """Assign chunks with equal values to parameters with equal stored states, for which any assignment is right.
 
-    Such parameters are left out if they aren't as many as their candidates, or if others share these candidates.
+    Such parameters are left out if there are more or fewer chunks, or if other parameters may have these chunks.
     """
     alike: dict[frozenset[Candidate], list[Unit]] = defaultdict(list)
     for unit in units:
@@ -307,9 +307,9 @@ def _settled_by_states(units: Sequence[Unit], states: Callable[[Unit], Hashable]
 
 
 def _of_one_cut(units: Sequence[Unit]) -> list[Unit]:
-    """Return a rank's units without the candidates that belong to other tensor-parallel ranks.
+    """Return a rank's parameters without the candidates (chunks with equal values) of other tensor-parallel ranks.
 
-    A rank holds one part of each axis that is cut. Units with a single candidate show which part it is.
+    A rank holds one part of each axis that is cut. Parameters with a single candidate show which part it is.
     """
     numbers_by_count: dict[int, set[int]] = defaultdict(set)
     for unit in units:
@@ -340,7 +340,7 @@ def _cuts(candidate: Candidate) -> Iterator[tuple[int, int]]:
 
 
 def _in_order(units: Sequence[Unit], order: Order) -> list[Candidate] | None:
-    """Return the only choice of candidates that puts each buffer's units in the reverse of `order`, or else None."""
+    """Choose each parameter's chunk by the module order, which is reversed in a buffer; None if several choices fit."""
     answer: list[Candidate | None] = [unit.candidates[0] if len(unit.candidates) == 1 else None for unit in units]
     chosen_pieces = {pieces for pieces in answer if pieces is not None}
     if len(chosen_pieces) < sum(pieces is not None for pieces in answer) or not all(unit.candidates for unit in units):
@@ -365,9 +365,9 @@ def _in_order(units: Sequence[Unit], order: Order) -> list[Candidate] | None:
 def _runs(
     rows: Sequence[int], units: Sequence[Unit], order: Order
 ) -> Iterator[tuple[list[int], ParameterPlace | None, ParameterPlace | None]]:
-    """Yield the rows of each run of units with several candidates, and the places of the units before and after it.
+    """Yield the rows of each run of ambiguous parameters, and the places of its two neighbours in the module order.
 
-    `rows` are the indices of one buffer's units in `units`. A place is None at an end of the buffer.
+    Ambiguous parameters have several candidates. `rows` has one buffer's indices in `units`. At its ends, a place is None.
     """
     run: list[int] = []
     above: ParameterPlace | None = None
@@ -388,9 +388,9 @@ def _runs(
 def _between(
     place: ParameterPlace | None, above: ParameterPlace | None, below: ParameterPlace | None
 ) -> ParameterPlace | None:
-    """Return `place` if it lies between two bounds, and its layer, if any, is that of a bound; else None.
+    """Return `place` if it lies between two bounds, in the layer of a bound or outside of all layers; else None.
 
-    `above` is the upper bound, and `below` the lower one. A bound of None, at an end of the buffer, excludes nothing.
+    `above` is the upper bound in the module order, `below` the lower one. A bound of None excludes nothing.
     """
     bounds = [bound for bound in (above, below) if bound is not None]
     if place is None or (above is not None and place > above) or (below is not None and place < below):

@@ -30,7 +30,7 @@ _TEXT = (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Patterns:
-    """Regular expressions for records of `.metadata`. Brackets list the groups; "field" is the name of a field.
+    """Regular expressions for records of `.metadata`. Brackets list groups; "+" joins opcodes; fields mean their names.
 
     Attributes:
         memoized: True if tuples and objects have memo numbers, as `pickle` writes them; our own writer omits these.
@@ -195,7 +195,7 @@ class Shapes:
         return self.length - 1
 
     def extend(self, axes: Column, values: Column, number: Column) -> Column:
-        """Add shapes, given by further parts of the columns `axes`, `values` and `number`, and return their rows."""
+        """Add shapes by their axis counts, left-aligned sizes and memo numbers (-1: none), and return their rows."""
         self._flush()
         self.axes.append(axes)
         self.values.append(values)
@@ -244,7 +244,7 @@ class Shapes:
         return np.where(memo_numbers[at] == number, row[at], -1)
 
     def table(self, most: int) -> tuple[Column, Column]:
-        """Return each shape's axis count, and all shapes, padded, as one array; ValueError if it exceeds `most`."""
+        """Return each shape's axis count, and an array of the padded shapes; ValueError if it has over `most` entries."""
         self._flush()
         width = max([1, *(part.shape[1] for part in self.values)])
         if self.length * width > most:
@@ -326,8 +326,8 @@ class PickledShapes:
 
         Args:
             shapes: Table of shapes.
-            base: Memo number that is free where each shape begins, int64 (shapes,).
-            shape_of: Function from a memo number to an earlier shape that the table lacks; raises if there is none.
+            base: Number of values in the pickle's memo before each shape, int64 (shapes,).
+            shape_of: Function that returns an earlier shape by its memo number, if the table lacks it; else raises.
         """
         rows = np.full(self.is_new.size, -1)
         new = np.flatnonzero(self.is_new)
@@ -347,7 +347,7 @@ class PickledShapes:
 
 
 def match_pairs(pairs: Column, chunks: Column) -> tuple[Column, Column]:
-    """Look up each row of `chunks`: return the index of its last copy in `pairs` (-1: none) and its first in `chunks`.
+    """Return, for each row of `chunks`, the indices of the last equal row in `pairs` (-1: none) and first in `chunks`.
 
     Examples:
         >>> pairs, chunks = np.array([[0, 4], [0, 0], [0, 4]]), np.array([[0, 0], [0, 4], [0, 0], [1, 0]])
@@ -386,7 +386,7 @@ def _repeats(rows: Column) -> bool:
 def without_repeated(sizes: Column, axes: Column, first: Column) -> Column:
     """Return rows of chunks such that each tensor and offset occurs once; a chunk with elements is preferred.
 
-    `sizes` has the chunks' padded shapes, `axes` their axis counts, `first` the first row with that tensor and offset.
+    `sizes` has the chunks' padded shapes, `axes` their axis counts, `first` the first row of the same tensor and offset.
     """
     rows: Column = np.arange(first.size)
     again = np.flatnonzero(first != rows)

@@ -175,7 +175,7 @@ def _file_shape(columns: ShardColumns, box: Shape, cell: Shape) -> tuple[Shape, 
 
 
 def _common_blocks(writers: np.ndarray[Any, np.dtype[np.int64]]) -> Shape:
-    """Return the largest block shape, axis by axis, that divides a grid of ranks evenly, with one rank in each block.
+    """Return the shape of the largest blocks that divide an array evenly, if all elements of a block must be equal.
 
     Examples:
         >>> _common_blocks(np.array([[0, 1], [0, 1], [2, 2], [2, 2]]))
@@ -280,7 +280,8 @@ def chunk_files(part: ArrayLayout, rank: int, numbers: Column) -> Iterator[Chunk
 def _whole(array: StoredArray, columns: ShardColumns, file: Column, step: Shape) -> Runs:
     """Return one run of bytes from each shard to its chunk file. The boxes of all shards must be whole chunks.
 
-    Since data is read from shards, `file` in the result is the index of a shard, and `target` that of a chunk file.
+    `file` is the index of each shard's chunk file, and `step` the shape of a chunk. In the result, `file` is the index
+    of a shard (the data's origin), and `target` is the index of a chunk file.
     """
     place = columns.offset // np.array(step, dtype=np.int64) % np.array(inner_counts(array) or (1,), dtype=np.int64)
     strides = row_major_strides(np.array([inner_counts(array) or (1,)], dtype=np.int64))
@@ -293,7 +294,8 @@ def _whole(array: StoredArray, columns: ShardColumns, file: Column, step: Shape)
 def _planned_runs(part: ArrayLayout, columns: ShardColumns, files: Column, step: Shape) -> Runs:
     """Return the runs of bytes from shards to chunk files. The shards' boxes may have any shape.
 
-    As in `_whole`, `file` in the result is the index of a shard, and `target` that of a chunk file.
+    `files` are rows of `part.cells`, and `step` is the shape of a chunk. In the result, `file` is the index of a shard
+    (the data's origin), and `target` is an index into `files`.
     """
     # The write is planned as a load of chunks from shards, since the same code finds their intersections.
     slots = _slots(part.array, part.cells[files])

@@ -43,7 +43,7 @@ class ModuleSource:
 
     @cached_property
     def objects(self) -> Mapping[str, str]:
-        """Unique key of each stored object, by its key; if several objects share a key, that of the last one."""
+        """Key in `tree.metadata` of each stored object, by its attribute `key`; of several with that `key`, the last."""
         return {shard.key: name for name, shard in self.tree.metadata.items() if isinstance(shard, ShardedObject)}
 
 

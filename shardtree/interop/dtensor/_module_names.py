@@ -194,7 +194,8 @@ def _refuse_unlike(key: str, tensors: Tensors) -> None:
 def unfilled(tensors: Tensors, missing: Iterable[str], keys: Mapping[str, str]) -> dict[str, str]:
     """Return the module's tensors that are stored under none of their names.
 
-    The result maps one name of each such tensor to a text with the keys that were looked for, such as "a = b".
+    The result maps one name of each such tensor to the keys that were looked for, one for each of its names. They are
+    joined in a text, such as "a = b" for a tensor with two names.
 
     Args:
         tensors: The module's tensors by all of their names.

@@ -153,7 +153,7 @@ class Walk:
 def walk(module: torch.nn.Module, entries: dict[str, Any], prefix: str, state: Walk) -> None:
     """Walk over a module and its children, in torch's order, and record which stored values they load.
 
-    A module with load hooks of its own loads its tensors at once instead.
+    For a module with load hooks of its own, nothing is recorded: it loads its tensors during the walk.
 
     Args:
         module: The module.

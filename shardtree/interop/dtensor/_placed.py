@@ -247,7 +247,8 @@ class ReadOptions:
     Attributes:
         key: Function that returns the key of the tensor at a path.
         within: DeviceMesh or `Mesh` of all ranks that hold the tree; None for each DTensor's root mesh.
-        strided: Meaning of a `_StridedShard`: "dtensor" or "fsdp2"; None if a size for which they differ is an error.
+        strided: Meaning of a `_StridedShard`: "dtensor" or "fsdp2". With None, a tensor is an error if the two meanings
+            give it different shards.
         replicated: Function that returns, for a key and a plain tensor, whether the tensor is the same on all ranks of
             `within`; None if no plain tensor becomes a shard.
     """

@@ -137,10 +137,9 @@ class SharedReads:
 
     Attributes:
         ranks: Number of ranks.
-        targets: Wanted shards. Shards that overlap, but aren't cut, have separate tensor keys.
+        targets: Wanted shards of all ranks. Shards that overlap but are read whole have tensor keys of their own.
         reads: Reads of all ranks, as shards of the tensors in `targets`.
-        row: Row in `targets` of the reader's shard that contains each read, the first if there are several, int64
-            (reads,).
+        row: Row in `targets` for each read: the reader's first shard that contains the read, int64 (reads,).
         first: Row in `targets` at which each rank's shards begin, int64 (ranks,).
         is_whole: Whether each read covers the whole shard in `row`, bool (reads,).
         bytes_sent: Bytes that each rank sends to others, int64 (ranks,).
@@ -311,11 +310,12 @@ def _as_reads(cells: ShardColumns, parts: Parts, item_size: Column, size: Column
 
 
 def _deal(holders: Holders, alike: Sequence[Column], size: Column, row: Column, ranks: int) -> Parts:
-    """Divide cells among the ranks that read them; return byte ranges of cells, ordered by cell and byte.
+    """Divide cells (boxes of wanted elements) among readers; return byte ranges of cells, ordered by cell and byte.
 
     Args:
-        holders: Ranks that want each cell, as indices into `alike`; cells without bytes are left out.
-        alike: Ranks that each of these indices stands for, ascending.
+        holders: Ranks that want each cell, each set of ranks given by its index in `alike`. Cells without bytes are
+            left out.
+        alike: Sets of ranks, each in ascending order.
         size: Size of each cell in bytes, int64 (cells,).
         row: Granularity of each cell's cuts in bytes; 0 for a cell that must stay whole, int64 (cells,).
         ranks: Number of ranks.
@@ -337,8 +337,8 @@ def _rank_sets(holders: Holders, alike: Sequence[Column]) -> list[tuple[Column, 
     Smaller sets come first.
 
     Args:
-        holders: Ranks that want each cell, as indices into `alike`.
-        alike: Ranks that each of these indices stands for, ascending.
+        holders: Ranks that want each cell, each set of ranks given by its index in `alike`.
+        alike: Sets of ranks, each in ascending order.
     """
     sets = [*holder_sets(holders)]
     if all(each.size == 1 for each in alike):

@@ -254,8 +254,8 @@ def join_filled(common: Any, tree: Any, plain: Sequence[tuple[TreePath, Any]], d
     tree = join(common, tree)
     lacking = [render_path(path) for path in unfilled(tree, plain)]
     if lacking:
-        heading = f"{doing}: the source has no plain values at paths of the target's plain tensors"
-        fix = "Make each a shard, as `shard_at` does, or wrap a rank's own tensor in a LocalNonpersistentObject."
+        heading = f"{doing}: the target has plain tensors at paths where the source has no plain value"
+        fix = "Pass shards there, as `shard_at` makes; or, to keep a tensor, wrap it in a LocalNonpersistentObject."
         raise TreeError(error_text(heading, offenders=lacking, fix=fix))
     return tree
 
@@ -314,7 +314,7 @@ def reshard(
         IntegrityError: Source ranks disagree, targets ask for elements that no rank has, or objects need a rule.
         KeyMismatch: A target asks for a key that no source has, or a pattern matches nothing.
         ShapeError: A tensor's global shape differs; or its dtype differs and isn't cast, can't be cast, or needs its
-            scales; or a shard's tensor was changed.
+            scales; or a source tensor no longer fits its shard.
         UnsupportedValue: A tensor isn't dense, or is quantised; or a plain value or object can't be copied.
         CheckpointingException: A source shard has no tensor.
 

@@ -195,12 +195,14 @@ def own_routes(places: HeldPlaces, target: ShardColumns, pieces: Pieces) -> tupl
 
 
 def located_pieces(places: HeldPlaces, target: ShardColumns, pieces: Pieces) -> Pieces:
-    """Return the pieces; those with an unknown place (-1) are cut along places that have no main replica.
+    """Return the pieces, with places also for elements that are held by some rank but by no main replica.
 
-    Parts that one of these places covers get it as their place; other parts keep -1.
+    A piece's place is the index in `places` of a source box that contains it, or -1 if no main replica covers the
+    piece. A piece with -1 is cut along the source boxes without a main replica. Parts inside such a box get its index;
+    other parts keep -1.
 
     Args:
-        places: Places of the source's shards.
+        places: Distinct boxes of the source's shards.
         target: Target shards of all ranks.
         pieces: Pieces to get from other ranks.
     """
@@ -273,7 +275,7 @@ def carved_pieces(pieces: Pieces, group: Column, boxes: BoxColumns, box_group: C
 
 
 def wanted_by(target: ShardColumns, pieces: Pieces) -> Column:
-    """Return the number from `rank_groups` of each piece's tensor key and the rank that wants it."""
+    """Return a group number for each piece, from `rank_groups`; equal for pieces of one tensor that one rank wants."""
     return rank_groups(target.key[pieces.target], target.rank[pieces.target])
 
 
@@ -382,8 +384,7 @@ def _lines(places: HeldPlaces, target: ShardColumns, pieces: Pieces, size: Colum
 def _canonical(pieces: Pieces, group: Column, target: ShardColumns) -> Column:
     """Return the rows of pieces, sorted by group, place, box and the rank that wants the piece.
 
-    `group` is the number of the set of ranks that hold each piece. The order is the same on all ranks, since places of
-    the source are numbered by key, then box.
+    Pieces have the same `group` if the same ranks hold them. The order is the same on all ranks.
     """
     boxes = (*pieces.shape.T[::-1], *pieces.offset.T[::-1])
     # A column with one value has no effect on the order, but costs as much as any other.

@@ -48,9 +48,8 @@ def relay_parts(shape: Column, item: Column, ranks: Column, senders: Column, sho
     """Return parts of the boxes that several ranks want, each assigned to one of these ranks.
 
     Boxes form a group if the same ranks want them and would get them from the same senders. The boxes of a group are
-    laid end to end in a line, so that few of them are cut. The line is divided into one interval for each of the k
-    ranks, all about equal. So a sender that would send a box to n of these ranks sends only about n / k of its bytes.
-    If intervals can't be quite equal, the ranks with the fewest bytes so far get the longest ones.
+    laid end to end in a line, so that few of them are cut. The line is divided into about equal intervals, one for each
+    of these ranks. If they can't be quite equal, the ranks with the fewest bytes so far get the longest ones.
 
     Args:
         shape: Shape of each box, without zeros, int64 (boxes, axes).
@@ -111,7 +110,7 @@ def _assign(intervals: Column, ranks: Column) -> Column:
     """Return the rank that gets each interval, as an index into its group's `ranks`, int64 (groups, members).
 
     In each group, the longest interval goes to the rank with the fewest bytes so far, counted over all groups of the
-    same ranks. The totals of these ranks then differ at most as much as two intervals of one group.
+    same ranks. So the totals of two ranks never differ by more than the longest and the shortest interval of a group.
 
     Args:
         intervals: Sizes of each group's intervals in bytes, int64 (groups, members).
@@ -131,10 +130,10 @@ def with_relays(plan: ReshardPlan, *, shortest_cut: int = SHORTEST_CUT) -> Resha
 
     The elements that k ranks lack are divided into k parts: each rank receives one part from the sources (hop 0), and
     passes it on to the k - 1 others (hop 1). So each rank receives as many bytes as before, a k-th of them from the
-    sources, and sends its part k - 1 times. A source that sent a box to n of the k ranks sends n / k of the box. In
-    total no more bytes move. Elements that one rank wants move as before. Boxes that overlap and differ are cut, so
-    that their common elements are a separate box. Parts are only about equal: a box is cut between two indices of its
-    longest axis, and into parts of at least `shortest_cut` bytes.
+    sources, and sends its part k - 1 times. In total no more bytes move. If different sources would have sent to these
+    ranks, they share the sending. Elements that one rank wants move as before. Boxes that overlap and differ are cut,
+    so that their common elements are a separate box. Parts are only about equal: a box is cut between two indices of
+    its longest axis, and into parts of at least `shortest_cut` bytes.
 
     Args:
         plan: Plan without relays.
@@ -214,8 +213,8 @@ def _both_hops(pieces: Routes, member: Column, parts: Parts) -> list[Routes]:
 
     Args:
         pieces: Direct routes of the boxes that are divided into parts.
-        member: Rows in `pieces` of the direct routes of each part's box, one to each rank that wants it, int64 (parts,
-            members).
+        member: Rows in `pieces`, int64 (parts, members). Entry [i, j] is the direct route of the box of part i to the
+            j-th rank that wants the box.
         parts: Parts of the boxes.
 
     Returns:

@@ -186,7 +186,8 @@ def _pieces(
 ) -> Schedule:
     """Return the schedule, in which a transfer that takes several steps is cut into a piece for each step.
 
-    `moving` has the rows of transfers in the order of `pairs`; `pair_steps` returns `step`, `pair` and `amount`.
+    `item_size` has the element size of each transfer; `most` is only copied to the result; `moving` has the rows of the
+    transfers, in the order of `pairs`, several rows for a pair; `step`, `pair` and `amount` come from `pair_steps`.
     """
     in_turn = np.lexsort((step, pair))
     end, chunk_end = np.cumsum(transfers.nbytes[moving]), np.cumsum(amount[in_turn])
@@ -254,9 +255,9 @@ def fill(amount: Column, one: Column, other: Column, room: Column, item: Column)
 
 
 def _running_sums(ends: Column, amount: Column) -> Column:
-    """Return, for both places of each amount, the sum of all amounts there up to and including this one.
+    """Return, for each amount, the sums of all amounts up to and including it at its first and at its second place.
 
-    `ends` has the two places of each amount, int64 (amounts, 2); the result has the same shape.
+    `ends` has the two places (ranks, see `fill`) of each amount, int64 (amounts, 2); the result has the same shape.
     """
     place = ends.ravel()
     order = np.argsort(place, kind="stable")
@@ -269,9 +270,9 @@ def _running_sums(ends: Column, amount: Column) -> Column:
 
 
 def _first(ends: Column, places: int) -> Mask:
-    """Return a mask of the amounts that no other amount precedes at either of their two places.
+    """Return a mask of the amounts (of bytes, as in `fill`) that are the first at both of their places.
 
-    `ends` has the two places of each amount, int64 (amounts, 2), and `places` is the number of places.
+    `ends` has the two places (ranks) of each amount, int64 (amounts, 2), and `places` is the number of places.
     """
     number = np.arange(len(ends))
     first = np.full(places, len(ends))
@@ -311,9 +312,8 @@ class RankPairs:
     def distance(self) -> Column:
         """Number of the receiver minus that of the sender, modulo the larger of their counts, int64 (pairs,).
 
-        Senders and receivers are numbered separately; pairs that relay are numbered apart. Pairs with the same
-        distance share no sender and no receiver. If each of k senders has bytes for each of k receivers, the pairs with
-        a given distance include all of these ranks.
+        Senders and receivers are numbered separately, and both anew for pairs that pass on received bytes. Of pairs with
+        equal `priority` and `needs`, those with the same distance share no sender and no receiver.
         """
         distance = np.zeros_like(self.one)
         for mask in (self.needs < 0, self.needs >= 0):
@@ -394,7 +394,7 @@ def _ready(pairs: RankPairs, left: Column) -> Column:
 
 
 def _order(pairs: RankPairs, distance: Column, left: Column, room: int, rows: Column) -> Column:
-    """Return indices that sort the pairs at `rows` by priority, `needs`, most steps ahead, distance and sender."""
+    """Return the order in which `_one_step`, whose variables are passed, fills the pairs at `rows`; see `pair_steps`."""
     load = group_sums(pairs.one, left, pairs.ranks) + group_sums(pairs.other, left, pairs.ranks)
     urgent = -(-(load[pairs.one[rows]] + load[pairs.other[rows]]) // room)
     return np.lexsort((pairs.one[rows], distance[rows], -urgent, pairs.needs[rows], pairs.priority[rows]))

@@ -37,7 +37,7 @@ def parameter_shapes(parameters: Mapping[str, Any]) -> dict[str, tuple[int, ...]
         raise MetadataError(error_text(heading, found=found, expected="a mapping", fix=fix))
     wrong = [text for name, value in parameters.items() if (text := _problem(name, value))]
     if wrong:
-        fix = "Pass shapes, tensors or box shards; for a factory without data, pass its tensor's shape."
+        fix = "Pass shapes, tensors or shards without flattened_range. If a factory has no data, pass a shape instead."
         raise MetadataError(error_text("plan_buffers: unusable parameters", offenders=wrong, fix=fix))
     _check_dtypes(parameters)
     return {name: _shape(value) or () for name, value in parameters.items()}
@@ -48,7 +48,7 @@ def _problem(name: Any, value: Any) -> str | None:
     if not isinstance(name, str) or not name:
         return f"{name!r}: not a name"
     if isinstance(value, Parameter) and value.flattened_range is not None:
-        return f"{name!r}: a flat range already, {value.flattened_range}"
+        return f"{name!r}: already has flattened_range={value.flattened_range}"
     try:
         shape = _shape(value)
     except MetadataError as error:
@@ -78,7 +78,7 @@ def _check_dtypes(parameters: Mapping[str, Any]) -> None:
     names.pop(None, None)
     if len(names) > 1:
         of_each = [f"{dtype}: {', '.join(map(repr, own[:3]))}, {len(own)} in all" for dtype, own in names.items()]
-        fix = "Plan a buffer for each dtype; or pass shapes, if one buffer holds fp32 copies of all parameters."
+        fix = "Plan a buffer for each dtype; or, if one buffer holds fp32 copies of all parameters, pass {name: shape}."
         raise MetadataError(error_text("plan_buffers: parameters of several dtypes", offenders=of_each, fix=fix))
 
 
@@ -111,7 +111,7 @@ def check_parameters(plan: BufferPlan, parameters: Mapping[str, Any], doing: str
         if (text := _misfit(parameters[place.name], place.shape)) is not None
     ]
     if wrong:
-        fix = "Pass box shards or factories, those that the buffer was planned for."
+        fix = "Pass the shards or factories for which the buffer was planned, without flattened_range."
         raise ShapeError(error_text(f"{doing}: parameters that do not fit the plan", offenders=wrong, fix=fix))
 
 
@@ -119,7 +119,7 @@ def _misfit(value: Any, shape: tuple[int, ...]) -> str | None:
     if not isinstance(value, Parameter):
         return f"{type(value).__name__}, not a ShardedTensor or ShardedTensorFactory"
     if value.flattened_range is not None:
-        return f"a flat range already, {value.flattened_range}"
+        return f"already has flattened_range={value.flattened_range}"
     actual = None if isinstance(value, ShardedTensorFactory) and value.data is None else _shape(value)
     if actual is None or actual == shape:
         return None

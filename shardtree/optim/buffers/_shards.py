@@ -145,8 +145,8 @@ def _checked_tree(rank: int, tree: Any, lengths: Mapping[str, int], dtype: torch
         raise ShapeError(error_text(f"{subject}: wrong shapes or dtypes", offenders=wrong, fix=fix))
     empty = [repr(name) for name, tensor in tensors.items() if tensor.is_meta]
     if empty:
-        fix = "Pass the result of `load` for the targets."
-        raise ShapeError(error_text(f"{subject}: tensors without memory", offenders=empty, fix=fix))
+        fix = "Load these targets first, and pass what `load` returns."
+        raise ShapeError(error_text(f"{subject}: meta tensors, which have no elements", offenders=empty, fix=fix))
     return tensors
 
 
@@ -302,7 +302,8 @@ def _check_replicas(
         lines = [f"{name!r}: replica_id {parameters[name].replica_id}" for name in unclear]
         heading = "flat_shards: replica ids may or may not count data-parallel ranks"
         fix = (
-            "Pass replica_id=lambda replica: 0 if only data-parallel ranks hold copies, or lambda replica: replica if "
-            "the ids do not count those; or give the parameters tuples (..., data-parallel rank) as replica ids."
+            "If only data-parallel ranks hold copies, pass `replica_id=lambda replica: 0`.\n"
+            "  If replica ids do not count data-parallel ranks, pass `replica_id=lambda replica: replica`.\n"
+            "  Otherwise, give the parameters tuples as replica ids, with the data-parallel rank last."
         )
         raise MetadataError(error_text(heading, offenders=lines, fix=fix))

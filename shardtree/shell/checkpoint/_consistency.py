@@ -76,7 +76,7 @@ def known_layout(doing: str, layout: object, shards: Sequence[ShardedTensor], ra
     layout_rows = _rows(layouts.select_rows(columns, np.flatnonzero(columns.rank == rank)))
     tree_rows = _rows(layouts.select_rows(tree_columns, order))
     if layout_rows != tree_rows:
-        fix = "Compute the layout for this tree and number of ranks, with the numbers that the ranks have here."
+        fix = "Compute the layout for this tree and this number of ranks, with the rank numbers of this world."
         heading = f"{doing}: the layout differs from the tree on rank {rank}"
         raise IntegrityError(error_text(heading, offenders=_differences(layout_rows, tree_rows), fix=fix))
     return KnownLayout(columns, order, _digest(columns))

@@ -319,7 +319,7 @@ def parse_together(checkpoint: Checkpoint, choice: Choice, strategies: Strategie
 
     Args:
         checkpoint: Checkpoint that this rank has opened, with the fields of metadata.json that rank 0 has read.
-        choice: The caller's strategy for the shards; for a function nothing is parsed, since it may not need metadata.
+        choice: The caller's strategy for the shards. If it is a function, which may not need metadata, nothing is parsed.
         strategies: Dispatch table; None for the process's.
     """
     # Only rank 0's fields decide, so that all ranks take the same branch.

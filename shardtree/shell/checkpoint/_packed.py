@@ -45,7 +45,7 @@ class PackedColumns:
         rank: The rank.
         digest: Hash of `table`.
         table: Keys, their kinds (dtype and shape), and for each shard an index into the keys and an index into
-            `places`; None until it is sent.
+            `places`; None in a message that leaves it for a later one.
         places: Distinct places of shards (box, flat range, main replica or not), in the order of first occurrence.
     """
 
@@ -112,7 +112,7 @@ def _unpack_each(parts: Sequence[PackedColumns]) -> Iterator[ShardColumns]:
 class AlikeColumns:
     """Packed columns of many ranks; columns that are equal on several ranks are stored once.
 
-    These distinct columns are numbered from 0, in the order in which they were added.
+    So ranks form sets with equal columns. The sets are indexed from 0, in the order in which they were added.
 
     Attributes:
         ranks: Mapping from the packed columns to the ranks that have them, in ascending order.
@@ -139,20 +139,20 @@ class AlikeColumns:
         self.ranks.setdefault(part, []).append(rank)
 
     def __iter__(self) -> Iterator[tuple[ShardColumns, list[int]]]:
-        """Yield (columns, ranks) for each of the distinct columns, which are unpacked one at a time.
+        """Yield (columns, ranks) for each set of ranks with equal columns; columns are unpacked one at a time.
 
-        The attribute `columns.rank` has no rank: it holds the number of the distinct columns.
+        The attribute `columns.rank` holds the index of the set instead of a rank.
         """
         parts = [replace(part, rank=number) for number, part in enumerate(self.ranks)]
         return zip(_unpack_each(parts), self.ranks.values(), strict=True)
 
     @property
     def alike(self) -> list[Column]:
-        """For each of the distinct columns, an int64 array of the ranks that have them; the `alike` of `plan_reads`."""
+        """Sets of ranks with equal columns, each an ascending int64 array; the argument `alike` of `plan_reads`."""
         return [np.array(ranks, dtype=np.int64) for ranks in self.ranks.values()]
 
     def join(self) -> ShardColumns:
-        """Return the distinct columns, joined; each row's `rank` is the number of the columns from which the row comes.
+        """Return the columns of all sets of ranks, joined; `rank` holds the index of each row's set instead of a rank.
 
         Raises:
             IntegrityError: ranks differ about a key's global shape, dtype or prepended axes.
@@ -221,9 +221,9 @@ def without_long_table(part: PackedColumns, ranks: int) -> PackedColumns:
 
 
 def send_tables(world: World, own: PackedColumns, parts: Sequence[PackedColumns]) -> list[PackedColumns]:
-    """Return all ranks' messages, each with its table.
+    """Return all ranks' messages, each with the table of the rank's shards.
 
-    If `without_long_table` has omitted tables, they are sent now, by one all-gather. Otherwise nothing is sent.
+    Long tables, which the first messages lack, are sent now, by one all-gather. Without any, nothing is sent.
 
     Args:
         world: Ranks that take part.

@@ -366,5 +366,5 @@ def whole(parts: Iterable[tuple[int, AnyBuffer]], length: int, where: str) -> It
 
 def _not_whole(where: str, found: int, expected: int) -> StorageError:
     fix = "Save from one process, in another format, or to a local or mounted folder."
-    heading = f"cannot write {where!r} in parts: this storage takes a file from one writer, whole and in order"
-    return StorageError(error_text(heading, found=f"byte {found}", expected=f"byte {expected}", fix=fix))
+    heading = f"cannot write {where!r} in parts: in this storage, one writer must write a whole file in order"
+    return StorageError(error_text(heading, found=f"byte {found} as the next", expected=f"byte {expected}", fix=fix))

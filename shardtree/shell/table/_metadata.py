@@ -164,7 +164,7 @@ def check_unchanged(storage: Storage, before: bytes | None) -> None:
         CheckpointReplaced: another save wrote to the folder meanwhile, or this save was committed already.
     """
     if metadata_bytes(storage) != before:
-        fix = "Run only one save to a folder at a time, and each request only once."
+        fix = "Run only one save to a folder at a time, and execute each AsyncRequest only once."
         raise CheckpointReplaced(
             error_text(f"save: {storage.where()!r} was changed by another save meanwhile", fix=fix)
         )

@@ -113,8 +113,8 @@ class World(ABC):
         sizes = {rank: data.size for rank, data in pieces.items()}
         expected = {rank: buffer.numel() for rank, buffer in incoming.items() if buffer.numel()}
         if sizes != expected:
-            heading = f"exchange: the byte counts sent to rank {self.rank}, by sender, are not its buffers' sizes"
-            raise WorldError(error_text(heading, found=sizes, expected=expected))
+            heading = f"exchange: the bytes that rank {self.rank} received do not fit the buffers that it passed"
+            raise WorldError(error_text(heading, found=f"{sizes} bytes by sender", expected=expected))
         for rank, data in pieces.items():
             np.copyto(incoming[rank].numpy(), data)
 

@@ -87,7 +87,7 @@ def refuse_unknown(subject: Subject, checks: Mapping[Enum, ActionCheck]) -> None
     known: set[Enum] = {*OF_ACTIONS, *checks}
     unknown = [action for action in subject.actions() if action not in known]
     if unknown:
-        heading = f"check_strategy: {(subject.backend, subject.version)!r} has rows for actions without a promise"
+        heading = f"check_strategy: {(subject.backend, subject.version)!r} has functions for actions without a check"
         fix = (
             "Pass promises={action: check}. check(function, save) is called with the backend's function for the action "
             "and with a function that saves a list of trees, one for each rank, and returns the Checkpoint; it must "

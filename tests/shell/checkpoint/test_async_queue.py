@@ -396,7 +396,7 @@ def test_a_finalizer_that_finalizes_is_refused_and_nothing_else_happens(ask: str
     queue, folders = st.AsyncCallsQueue(), [st.storage.MemoryStorage() for _ in range(2)]
     queue.schedule_async_request(request(folders[0]).add_finalize_fn(getattr(queue, ask)))
     queue.schedule_async_request(request(folders[1], 2.0))
-    with pytest.raises(st.errors.WorldError, match="finalizers, which may only schedule saves"):
+    with pytest.raises(st.errors.WorldError, match="In finalizers, only schedule saves"):
         queue.maybe_finalize_async_calls(blocking=True)
     assert queue.get_num_unfinalized_calls() == 1
     assert queue.maybe_finalize_async_calls(blocking=True) == [1]

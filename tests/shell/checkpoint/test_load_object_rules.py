@@ -84,7 +84,7 @@ def test_cells_that_are_not_stored_are_named() -> None:
     folder = MemoryStorage()
     cells = [st.ShardedObject("seen", rank, (4,), (rank,)) for rank in (0, 2)]
     st.save(cells, folder, validate_access_integrity=False)
-    with pytest.raises(IntegrityError, match=r"'seen' of shape \(4,\).*\n  \(1,\)\n  \(3,\)"):
+    with pytest.raises(IntegrityError, match=r"'seen', global shape \(4,\).*\n  \(1,\)\n  \(3,\)"):
         loaded(folder, 2, st.objects.replicate_objects)
     with pytest.raises(KeyMismatch, match="'seen/shard_1_4': not stored"):
         loaded(folder, 4)

@@ -110,12 +110,12 @@ def check_idle(calls: Calls) -> None:
         WorldError: a save is being committed; the error names it.
     """
     if calls.is_committing:
-        fix = "Call maybe_finalize_async_calls and close outside of finalizers, which may only schedule saves."
+        fix = "In finalizers, only schedule saves; call `maybe_finalize_async_calls` and `close` elsewhere."
         raise WorldError(error_text(f"{calls[0]}: a finalizer of the save tries to commit it again", fix=fix))
 
 
 def _written_count(calls: Sequence[QueuedSave], *, blocking: bool, no_dist: bool) -> int:
-    """Return the number of saves at the beginning of `calls` that are written, on every rank or on this rank.
+    """Return the number of saves in `calls` that are written, up to the first one that isn't.
 
     Args:
         calls: Saves in progress, all with the same world.

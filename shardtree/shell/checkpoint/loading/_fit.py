@@ -132,8 +132,8 @@ def unexpected_keys(stored: Stored, target: Target, unexpected: Collection[str])
     Args:
         stored: The checkpoint's contents.
         target: The rank's target.
-        unexpected: The target's keys that are not stored, from `compare_keys`, which returns none for a strict mode
-            that does not use them. If there are none, the result is empty.
+        unexpected: The target's keys that are not stored; empty if the strict mode does not compare keys. Then the
+            result is empty.
     """
     if not unexpected:
         return ()

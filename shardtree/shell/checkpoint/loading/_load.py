@@ -49,7 +49,7 @@ def load(
 
     Only the bytes that the target requests are read. A plain tensor in the target requests the whole stored tensor
     whose key is the plain tensor's path, joined by dots. If no tensor has that key, the result has the common state's
-    value there. If that has none either, the result lacks the tensor, and a warning and the report name it. Other plain
+    value there. If it has none, the result lacks the tensor, and a warning and the report name it. Other plain
     values in the target are ignored. The result has all containers of the target, as in `trees.join`.
 
     Some of the stored common state is left out: lists, tuples and class instances that contain shards which the target
@@ -119,8 +119,8 @@ def load(
             between ranks.
         CorruptCheckpoint: stored bytes are damaged.
         UnsafeFile: the checkpoint holds pickled values, and `allow_pickle` is False.
-        RemoteError: on every rank, if one of several failed; also an instance of the class above that all failures
-            share.
+        RemoteError: on every rank, if one of several failed. If all failures have the same class among those above,
+            the error is an instance of that class too.
 
     Examples:
         >>> import tempfile, torch, shardtree as st

@@ -74,8 +74,8 @@ def _without_unexpected(target: Target, tree: Any, unexpected: set[str]) -> Targ
         if keys and keys < keys_of(leaf)
     ]
     if partly:
-        what, fix = "load: shards of factories are missing", "Leave the factories out, or build only stored shards."
-        raise KeyMismatch(error_text(what, offenders=partly, fix=fix))
+        fix = "Leave these factories out of the target, or let them build only shards that are stored."
+        raise KeyMismatch(error_text("load: only some of a factory's shards are stored", offenders=partly, fix=fix))
     return take_apart(
         map_shards(lambda leaf: HOLE if keys_of(leaf) and keys_of(leaf) <= unexpected else leaf, tree),
         donate=target.donate,

@@ -94,7 +94,7 @@ def with_memories(
     device: torch.device = CPU,
     is_staged: Callable[[ShardedTensor], bool] = lambda _: False,
 ) -> list[ShardedTensor]:
-    """Check the shards, and return each with memory to fill.
+    """Return each shard with memory to fill.
 
     The result of a shard belongs on the device of its tensor, or on `device` if it has no memory in the target. The
     memory returned here is on that device if the reader can fill it there part by part. Otherwise it is on the CPU, and
@@ -104,7 +104,8 @@ def with_memories(
         shards: The target's shards.
         donate: Whether their tensors may be filled in place.
         device: The device of tensors that have no memory in the target.
-        is_staged: Function that returns whether the reader can fill a shard's memory on a device part by part.
+        is_staged: Function that returns whether a shard may be filled on its device part by part, without a whole copy
+            in host memory.
 
     Raises:
         ShapeError: `check_tensors` refuses a tensor.

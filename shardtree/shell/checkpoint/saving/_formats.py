@@ -71,8 +71,8 @@ class FormatSteps:
             others = _checked(request.index([result[number] for result in results]), "an index")
             # Equal values are allowed: both may write to the save's folder, and return its name.
             if both := sorted(repr(name) for name in fields.keys() & others.keys() if fields[name] != others[name]):
-                heading = "save: the formats of the shards and of the objects return the same fields of metadata.json"
-                fix = "Register a LOAD_OBJECTS function for the shards' format, or rename these fields in one format."
+                heading = "save: the formats of shards and objects return different values for fields of metadata.json"
+                fix = "Rename these fields in one format, or let the shards' format store objects, too (LOAD_OBJECTS)."
                 raise StrategyError(error_text(heading, offenders=both, fix=fix))
             fields |= others
         return fields

@@ -182,7 +182,7 @@ def _check_data(tensors: Sequence[tuple[TreePath, ShardedTensor]]) -> None:
         raise UnsupportedValue(error_text("save: data of shards is not a dense tensor", offenders=others, fix=fix))
     problems = [f"{render_path(path)}: {difference}" for path, shard in tensors if (difference := misfit(shard))]
     if problems:
-        fix = "Change a dtype with `cast` and a shape with `map_shards`, or make a shard after changing its tensor."
+        fix = "Change a dtype with `cast` and a shape with `map_shards`, or make a new shard of the changed tensor."
         raise ShapeError(error_text("save: data does not fit the shard's dtype or shape", offenders=problems, fix=fix))
 
 

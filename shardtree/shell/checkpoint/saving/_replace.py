@@ -83,7 +83,7 @@ def check_same(old: Replaced, strategies: Strategies | None) -> None:
         CheckpointReplaced: another save replaced it meanwhile, or this save did already.
     """
     if stamp(old.storage, deciding_files(strategies)) != old.stamp:
-        fix = "Run only one save to a folder at a time, and each request only once."
+        fix = "Run only one save to a folder at a time, and execute each AsyncRequest only once."
         what = f"save: {old.storage.where()!r} was changed by another save meanwhile"
         raise CheckpointReplaced(error_text(what, fix=fix))
 
@@ -119,15 +119,15 @@ def remove_sibling(storage: Storage, sibling: Sibling, strategies: Strategies | 
     """
     is_exchanged = sibling.is_exchanged()
     if is_exchanged is None and sibling.storage.names():
-        what = f"save: an interrupted save beside {storage.where()!r} may hold the old checkpoint, or half of a new one"
-        fix = f"Inspect {sibling.storage.where()!r}, and remove it."
+        what = f"save: {sibling.storage.where()!r} may hold the old checkpoint, or half of a new one"
+        fix = "An interrupted save left this folder. Move files that you need out of it, then delete it."
         raise StorageError(error_text(what, fix=fix))
     if is_exchanged:
         # The old folder is searched again, since files may have been made between the links and the exchange.
         others = _others(sibling.storage, sibling, strategies)
         if clashes := sibling.share(others, durable=durable):
-            what = f"save: other programs' files cannot return to {storage.where()!r}: new files have their names"
-            fix = f"Inspect {sibling.storage.where()!r}, and remove it."
+            what = f"save: other programs' files in the replaced checkpoint have names of files in {storage.where()!r}"
+            fix = f"The save is complete. Move these files out of {sibling.storage.where()!r}, then delete that folder."
             raise StorageError(error_text(what, offenders=map(repr, clashes), fix=fix))
     sibling.remove()
 

@@ -250,7 +250,7 @@ def _check_no_other(pending: PendingSave, strategies: Strategies | None) -> None
     with _lost_to_another(pending):
         check_unchanged(pending.storage, pending.before)
     if is_there():
-        fix = "Run only one save to a folder at a time, and each request only once."
+        fix = "Run only one save to a folder at a time, and execute each AsyncRequest only once."
         raise CheckpointReplaced(error_text(f"save: {pending.storage.where()!r} holds a checkpoint by now", fix=fix))
 
 

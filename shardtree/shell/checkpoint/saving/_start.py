@@ -155,7 +155,7 @@ def inspect_folder(storage: Storage, formats: Formats, *, overwrite: bool, save_
         before = metadata_bytes(storage)
     if before is not None and is_of_others(before):
         heading = f"save: {storage.where(METADATA_FILE)!r} belongs to another program"
-        raise StorageError(error_text(heading, fix="Save to another folder: a checkpoint has a file of that name."))
+        raise StorageError(error_text(heading, fix="Save to another folder: a checkpoint needs its own metadata.json."))
     exists = before is not None or is_there()
     if exists and not overwrite:
         fix = "Save to another folder, or pass overwrite=True to replace the checkpoint once the new one is complete."
@@ -166,8 +166,8 @@ def inspect_folder(storage: Storage, formats: Formats, *, overwrite: bool, save_
         return save_id, None, stamp(storage, deciding_files(formats.strategies))
     names = () if formats.in_save_folder else manifests(formats.strategies)
     if (manifest := next((name for name in names if storage.length(name) is not None), None)) is not None:
-        heading = f"save: {storage.where(manifest)!r} is left without the checkpoint whose files it lists"
-        raise StorageError(error_text(heading, fix="Remove it or save elsewhere. Loads would check new files by it."))
+        heading = f"save: {storage.where(manifest)!r} is the manifest of a checkpoint that is not there"
+        raise StorageError(error_text(heading, fix="Move it or save elsewhere: loads would check new files by it."))
     return save_id, before, None
 
 
