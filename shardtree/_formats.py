@@ -32,7 +32,8 @@ _READ = ("load_common", "load_sharded", "load_objects", "load_metadata", "verify
 def rows() -> Rows:
     """Return the dispatch-table rows that the shell doesn't define itself, by (action, backend, version).
 
-    Each value is the import path of a function; in rows of DESCRIBE, it is a function that makes the format's traits.
+    A value is the import path of the function that does the action. The value for the action DESCRIBE is itself a
+    function: it returns the format's `FormatTraits`.
     """
     # Imported here, since the table calls this function during its own import, when it has imported both names.
     from .shell.table._actions import StrategyAction

@@ -1,4 +1,4 @@
-"""The names for writing formats and stores. Those that come with shardtree import only these, and names of `errors`.
+"""The names for writing formats and stores. Shardtree's own formats and stores import only these and `errors`.
 
 They are public and versioned with the package, and may change with a note in the changelog. docs/writing-a-backend.md
 has a line about each.

@@ -111,7 +111,7 @@ def inspect(
     as_json: Json = False,
     allow_pickle: _AllowPickle = False,
 ) -> int:
-    """Show a checkpoint's contents and the cut of each tensor, or a run's steps. Only --values reads tensors."""
+    """Show a checkpoint's contents and each tensor's cut into pieces, or a run's steps. Only --values reads tensors."""
     from ._inspect import Selection, run_inspect
 
     if sum((tree, common, values is not None, layout is not None)) > 1:
@@ -176,7 +176,7 @@ def verify(
 )
 def diff(
     left: Annotated[str, typer.Argument(metavar="A", help="A checkpoint's folder, file or URL.")],
-    right: Annotated[str, typer.Argument(metavar="B", help="Another checkpoint, of any format and cut.")],
+    right: Annotated[str, typer.Argument(metavar="B", help="Another checkpoint, of any format and layout.")],
     only_structure: Annotated[
         bool, typer.Option("--structure-only", help="Compare keys, dtypes and shapes, and read no value.")
     ] = False,
@@ -184,7 +184,7 @@ def diff(
     as_json: Json = False,
     allow_pickle: _AllowPickle = False,
 ) -> int:
-    """Compare two checkpoints, bit for bit, across formats and cuts."""
+    """Compare two checkpoints, bit for bit, across formats and layouts."""
     from ._diff import run_diff
 
     run = partial(run_diff, patterns=key or [], only_structure=only_structure)
@@ -248,7 +248,7 @@ def convert(
         str | None,
         typer.Option(
             metavar="FILE.py:NAME",
-            help="Loading code (tensors by name to tensors by name), or its trace; runs before --transform.",
+            help="Loading function from dict of tensors to dict of tensors, or its trace; runs before --transform.",
         ),
     ] = None,
     transform_common: Annotated[
@@ -364,7 +364,7 @@ _Specs = Annotated[
     typer.Option(
         "--spec",
         metavar="PATTERN=SPEC",
-        help="Cut of tensors: for each axis a mesh axis, or -, as in '**.weight=tp,-'. Repeatable; the first spec"
+        help="Layout of tensors: for each axis a mesh axis, or -, as in '**.weight=tp,-'. Repeatable; the first spec"
         " counts whose pattern matches and that has no more axes than the tensor. Others are whole on every rank.",
     ),
 ]
@@ -389,7 +389,7 @@ def explain(
     spec: _Specs = None,
     ranks: _Ranks = None,
     like: Annotated[
-        str | None, typer.Option(metavar="OTHER", help="Load the tensors of another checkpoint, with its cut.")
+        str | None, typer.Option(metavar="OTHER", help="Load the tensors that another checkpoint lists, in its layout.")
     ] = None,
     key: _Keys = None,
     cast: _Cast = False,
@@ -427,7 +427,7 @@ def plan(
         str | None, typer.Option(metavar="AXIS=SIZE,...", help="Mesh of the ranks that have A's tensors, like --mesh.")
     ] = None,
     from_spec: Annotated[
-        list[str] | None, typer.Option(metavar="PATTERN=SPEC", help="Cut of A's tensors, like --spec.")
+        list[str] | None, typer.Option(metavar="PATTERN=SPEC", help="Layout of A's tensors, like --spec.")
     ] = None,
     from_ranks: Annotated[int | None, typer.Option(min=1, metavar="N", help="Ranks that cut A, like --ranks.")] = None,
     key: _Keys = None,
@@ -438,7 +438,7 @@ def plan(
 ) -> int:
     """Show the bytes that move between ranks when tensors change their layout, without moving them.
 
-    If no layout is given for A or B, piece i of each of its stored tensors counts as being on rank i.
+    Without a given layout, A or B counts as laid out in its stored pieces: piece i of each tensor is on rank i.
     """
     from ._layouts import mesh_layout
     from ._plan import run_plan

@@ -239,7 +239,10 @@ def _processes(count: int) -> str:
 
 
 def _run_ranks(console: Output, heading: str, did: str, ranks: int, work: Callable[[World], Moved]) -> list[Moved]:
-    """Run a function on new processes, print the total bytes and their rate, and return the result of each rank."""
+    """Run `work` in new processes, and return the result of each rank.
+
+    It prints the total of the moved bytes, the participle `did` (such as "written"), the time and the rate.
+    """
     console.print(f"\n{heading}", style="bold")
     with working("the processes start and work"):
         moves = run_processes(ranks, work)

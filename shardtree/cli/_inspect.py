@@ -66,7 +66,7 @@ class CheckpointFindings:
         problem: Error that reading the common state raised; None if it raised none.
         content_metadata: The save's `content_metadata`.
         files: Files in the checkpoint's folder.
-        in_files: True if tensors are listed under their names in the files, and a load uses other names.
+        in_files: True if the listed names are the names in the files, and a load uses other names.
     """
 
     where: str

@@ -71,8 +71,8 @@ def mesh_layout(mesh: str | None, specs: Sequence[str], ranks: int | None) -> Me
 
     Args:
         mesh: Axes with their sizes, as tp=4,dp=2; ranks along the last axis are consecutive.
-        specs: Texts PATTERN=SPEC; a spec names for each tensor axis a mesh axis, several mesh axes joined by +, or -
-            for no cut.
+        specs: Texts PATTERN=SPEC, such as **.weight=tp,-. A spec has an entry for each tensor axis: a mesh axis,
+            several mesh axes joined by +, or - if the tensor axis isn't cut.
         ranks: Number of ranks that every tensor is cut over along its first axis, instead of mesh and specs.
 
     Raises:
@@ -113,7 +113,7 @@ def _spec(text: str, axes: dict[str, int]) -> tuple[str, PartitionSpec]:
 
 
 def trees_on_mesh(shards: RankTree, layout: MeshLayout) -> RankTrees:
-    """Return each rank's tree of shards, without data, if whole tensors are laid out over a mesh.
+    """Return each rank's tree of shards, without data, for whole tensors that are cut over a mesh.
 
     Args:
         shards: Whole tensors by key.

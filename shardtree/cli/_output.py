@@ -124,7 +124,7 @@ def json_text(document: Mapping[str, Any]) -> str:
 
 
 def pace(count: int, seconds: float) -> str:
-    """Return a transfer's time as text, with its rate from 10 MB on; smaller transfers mostly wait for files to open.
+    """Return the time of a transfer as text, with the rate if 10 MB or more were moved.
 
     Examples:
         >>> pace(2_000, 0.1), pace(272_000_000, 0.5)

@@ -123,7 +123,7 @@ def no_step(where: str) -> str:
 
 
 def _step_folders(storage: Storage) -> dict[str, str]:
-    """Return the name format of each folder that is named like a step, such as step_{}, by folder."""
+    """Return the name format of each step's folder, by folder name: ``step_00000010`` has the format ``step_{}``."""
     prefixes = {name: prefix for name in storage.names() if (prefix := step_prefix(name)) is not None}
     return {name: prefix.replace("{", "{{").replace("}", "}}") + "{}" for name, prefix in prefixes.items()}
 
@@ -134,7 +134,7 @@ def _start(names: str) -> str:
 
 
 def _files(folder: Storage, *, is_opened: bool) -> Files:
-    """Return the number and length of the files in a step's folder; with `is_opened`, also the missing files."""
+    """Return the number and total length of the files in a step's folder; with `is_opened`, also the missing files."""
     if not is_opened:
         return files_in(folder)
     try:

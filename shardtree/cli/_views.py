@@ -120,7 +120,7 @@ def _is_number(name: str) -> bool:
 
 
 def _outline(node: _RowNode) -> tuple[Any, ...]:
-    """Return the dtypes, shapes, cuts and names below a node, which are equal for layers with equal contents."""
+    """Return the dtypes, shapes, chunk grids and names below a node, which are equal for layers with equal contents."""
     row = node.row
     fields = None if row is None else (row.dtype, row.shape, cut_text(row.grid))
     return fields, tuple((name, _outline(inner)) for name, inner in sorted(node.inner.items()))

@@ -1,6 +1,6 @@
 """The identity of a conversion: the source, and the derivation of each written piece from it.
 
-A hash of these values and of the format names the journal, so that only an equal conversion resumes it.
+The journal's name is a hash of this identity and of the format, so that only an equal conversion resumes it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def common_hash(common: Any) -> str:
 
 
 def source_of(source: Checkpoint) -> Any:
-    """Return a checkpoint's own digest; without one, its path and the names, lengths and times of its files."""
+    """Return a source's identity: its recorded digest, or else its path and its files' names, lengths and times."""
     own_digest = source.fields.get("digest")
     if isinstance(own_digest, str):
         return own_digest

@@ -79,7 +79,8 @@ def journal_of(
 ) -> Journal:
     """Return the journal of a conversion; conversions with the same journal write the same files.
 
-    Tensors and objects that a transform creates are hashed by value.
+    The journal's name is a hash of the source, the backends and the batches. Tensors and objects that a transform
+    creates are hashed by value.
 
     Args:
         storage: Storage of the destination.
@@ -87,8 +88,8 @@ def journal_of(
         backends: Backends of the destination.
         batches: Batches to write.
         strategies: Dispatch table; None for the process's.
-        common: Common state to write. Ranks compare its hash; the journal's name depends on it only if the format
-            writes some of it to the files of tensors.
+        common: Common state to write. Ranks compare its hash. This hash is part of the journal's name only if the
+            format writes common values to the files of tensors.
         nonce: Text that is new in each call, and the same on all its ranks; it stands for values that can't be hashed.
         allow_pickle: Whether values may be pickled.
     """
@@ -329,7 +330,15 @@ _KEPT = range(256 * 1024, 16 * 1024 * 1024)
 
 
 def _behind(write: Function, pieces: Iterable[Any], options: Mapping[str, Any]) -> Any:
-    """Write buffers, or parts, while the next ones are read; a sequence, already in memory, is written at once."""
+    """Write a file's buffers in another thread, while this thread reads the next ones; return the writer's result.
+
+    A sequence of buffers is already in memory, and is written by this thread.
+
+    Args:
+        write: Function that writes the buffers.
+        pieces: Buffers, or pairs (position in the file, buffer).
+        options: Keyword arguments for `write`.
+    """
     if isinstance(pieces, Sequence):
         return write(pieces, **options)
     memory = HostMemory()

@@ -35,7 +35,7 @@ class Passage:
     _parts: dict[str, dict[Box, PartialFingerprint]] = field(default_factory=lambda: defaultdict(dict))
 
     def watch(self, shard: ShardedTensor, turn: ReadTurn | None = None) -> ShardedTensor:
-        """Return a shard whose reads wait for the turn and are fingerprinted; one without lazy data is unchanged."""
+        """Return a lazy shard whose reads wait for the batch's turn and are fingerprinted; others are unchanged."""
         if not isinstance(shard.data, LazyTensor):
             return shard
         return replace(shard, data=of_source(_WatchedSource(self, shard, turn)))
@@ -45,7 +45,7 @@ class Passage:
         return {key: _sum(list(parts.values())) for key, parts in self._parts.items() if parts}
 
     def add(self, shard: ShardedTensor, offset: tuple[int, ...], data: torch.Tensor) -> None:
-        """Add a box of a shard to the fingerprint of its tensor; `offset` is that of the box within the shard."""
+        """Add a box of a shard to the tensor's fingerprint; `offset` is the box's offset within the shard."""
         if not self.has_sums:
             return
         axes = shard.prepend_axis_num

@@ -46,7 +46,7 @@ def unused_elements(
     objects: Sequence[ShardedObject],
     reads: Iterable[Fetch],
 ) -> tuple[tuple[str, ...], dict[str, int]]:
-    """Return the source's unused keys, and, by key of a partly used tensor, a lower bound of its unused elements.
+    """Return the source's unused keys, and a lower bound of each partly used tensor's number of unused elements.
 
     Args:
         source: Input of the transform.
@@ -82,8 +82,8 @@ def check_output(tensors: Sequence[ShardedTensor], objects: Sequence[ShardedObje
     """Raise an error unless the shards tile whole tensors, and no object has the key of another object or a tensor.
 
     Raises:
-        IntegrityError: Elements are missing or repeated, a key isn't unique, or shards are flat; the error names every
-            such key.
+        IntegrityError: Elements are missing or repeated, a key isn't unique, or a shard is a flat range of a box. The
+            error names every such key.
     """
     # Flat shards are refused: batches are cut as boxes, and a flat range of a box isn't one.
     problems = [f"{problem.key!r}: {problem.what}" for problem in access_problems(shard_columns(tensors))]
@@ -104,7 +104,7 @@ def _has_elements(shard: Shard) -> bool:
 def _used_boxes(tensors: Sequence[ShardedTensor], reads: Iterable[Fetch]) -> _Boxes:
     """Return the boxes to be read from each source tensor, as (offset, shape, count).
 
-    The count is an upper bound of the box's elements that are used.
+    A view may use only some elements of a box; `count` is an upper bound of their number.
     """
     boxes: _Boxes = defaultdict(set)
     for fetch in reads:

@@ -1,4 +1,4 @@
-"""A single .safetensors file as a destination: the only file of a model's folder, which is hidden until it is whole."""
+"""A single .safetensors file as a destination: it is written in a hidden folder, verified, and moved into place."""
 
 from __future__ import annotations
 
@@ -29,6 +29,8 @@ _DRAFT = "model.safetensors"
 @dataclass(frozen=True, slots=True)
 class SingleFile:
     """A file that a conversion writes instead of a folder.
+
+    The model is written to a hidden folder beside it, and the only file of this folder is then moved into place.
 
     Attributes:
         above: Storage of the folder that will contain it.

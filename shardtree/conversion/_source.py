@@ -41,7 +41,7 @@ Note = Callable[[Fetch], None]
 
 
 class SourceKey(str):
-    """Key that names the source's lazy tensors; the class distinguishes them from those of other checkpoints."""
+    """Key that names a lazy tensor of the source; lazy tensors of other checkpoints have plain strings as names."""
 
     __slots__ = ()
 
@@ -87,14 +87,14 @@ def source_tree(
 
     Args:
         reader: Reader of the checkpoint.
-        leave_out: Patterns of keys that are left out of the dict. If the common state is left out, its tensors are in
-            the dict, by the keys of their paths.
+        leave_out: Patterns of keys to leave out of the dict; `COMMON` leaves out the common state. The tensors of a
+            left-out common state become tensors of the dict, with their paths as keys.
         note: Callback for each read: its argument is the box of a tensor, or a box without axes for an object.
 
     Returns:
-        The dict, by key or, for objects, unique key; the keys that patterns leave out of it; and the paths of tensors
-        in a left-out common state that can't be in the dict: they are sparse, lie in a value such as a set, or their
-        key belongs to another tensor.
+        The dict, whose keys are tensors' keys and objects' unique keys; the keys that patterns leave out; and the
+        paths of tensors in a left-out common state that can't be in the dict. These are sparse, lie in a value such as
+        a set, or have the key of another tensor.
 
     Raises:
         KeyMismatch: A pattern matches nothing.

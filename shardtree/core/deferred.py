@@ -26,7 +26,7 @@ def import_quickly(module: str, package: str) -> types.ModuleType:
 
 @cache
 def leaf(name: str) -> typing.Any:
-    """Return the object that `_leaves` lists under a name, importing its module at the first call.
+    """Return the object that the table in `_leaves` lists under a name, importing its module at the first call.
 
     Core and shell get everything that they use of other packages in this way. If they imported it directly, loading one
     tensor would import all formats.

@@ -36,7 +36,7 @@ class Offence(Protocol):
 
 
 def offence_text(offence: Offence) -> str:
-    """Return one line for an offence, with its key, location and description.
+    """Return one line for an offence (a fault's record), with its key, location and description.
 
     Examples:
         >>> from shardtree.plans import Gap
@@ -51,7 +51,7 @@ def _name(offence: Offence) -> str:
 
 
 def by_key(offence: Offence) -> str:
-    """Return an offence's key as text, to sort offences by it; offences of one key keep their order."""
+    """Return the key of an offence (a fault's record) as text, to sort by; offences of one key keep their order."""
     return str(offence.key)
 
 

@@ -126,7 +126,7 @@ def decode_with_holes(data: Buffer, what: str, options: LoadOptions) -> Any:
 
 
 def encode_holes(paths: Sequence[TreePath]) -> bytes:
-    """Return the pickle of holes' paths, which is stored in an archive's record.
+    """Return the pickle of the paths of holes (marks of missing leaves), which an archive stores as a record.
 
     Raises:
         UnsupportedValue: A dict's key on a path isn't a number, a string or a tuple of them.
@@ -188,7 +188,7 @@ def verify_common(checkpoint: Checkpoint) -> tuple[Finding, ...]:
 
 
 def verify_archive(checkpoint: Checkpoint, name: str) -> tuple[Finding, ...]:
-    """Return the findings about an archive: damage if it cannot be read, else the bytes with and without a checksum."""
+    """Return the findings about an archive: damage if it cannot be read, else those of `archive_findings`."""
     try:
         data, what = _read(checkpoint, name)
         with suppress(UnsafeFile, UnsupportedValue):  # The checksums are right, and the values aren't needed here.
@@ -222,7 +222,7 @@ HEADERS = "headers, names and padding of zip archives: only fields that are stor
 
 
 def archive_findings(name: str, data: Buffer) -> tuple[Finding, ...]:
-    """Return the coverage of an intact archive by CRC32s: the number of bytes with one, and the ranges without.
+    """Return findings about an intact archive: the number of bytes that have a CRC32, and the ranges that have none.
 
     Args:
         name: Name of the archive's file.

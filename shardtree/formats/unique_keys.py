@@ -1,4 +1,4 @@
-"""Unique keys of sharded objects, which distinguish objects from tensors and plain values in other formats."""
+"""Recognition of sharded objects by their unique keys, in formats that list them together with plain values."""
 
 from __future__ import annotations
 

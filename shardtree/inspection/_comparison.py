@@ -127,7 +127,7 @@ class BoxReader:
         return [shard.data for shard in shards]
 
     def check(self) -> None:
-        """Raise CheckpointReplaced if another save replaced the checkpoint before these reads ended."""
+        """Raise CheckpointReplaced if another save has replaced the checkpoint since it was opened."""
         check_unreplaced(self.tree.checkpoint)
 
     def _target(self, key: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> ShardedTensor:
@@ -195,7 +195,7 @@ class KindDifference:
 
     @property
     def what(self) -> str:
-        """The dtypes and shapes of both sides."""
+        """The left and right dtypes and shapes."""
         return f"{self.left} and {self.right}"
 
 
@@ -326,7 +326,10 @@ def _as_fields(tree: Any) -> Any:
 
 
 def _as_fields_leaf(leaf: Any) -> Any:
-    """Return a value with fields as nested dicts of them, and other values unchanged; entry "" is the type's name."""
+    """Convert a record, namespace, dataclass or BytesIO to nested dicts of its fields; return other values unchanged.
+
+    A dict's entry "" is the name of the type.
+    """
     # A value whose class isn't imported is a Record. As dicts, values compare alike, whether or not the class is
     # imported.
     if isinstance(leaf, Record):

@@ -122,11 +122,11 @@ def value_difference(
         key: Key of the tensor.
         left: Left tensor; read piece by piece if it is lazy.
         right: Right tensor; read piece by piece if it is lazy.
-        most_bytes: Bound of the memory, but at least enough for an element.
+        most_bytes: Upper bound of the memory, raised if it is too small for one element.
         progress: Callback with the bytes of each tensor compared since its last call.
 
     Raises:
-        ShapeError: The tensors are too large to be compared in `most_bytes` of memory.
+        ShapeError: Within `most_bytes`, a tensor would be compared in more than a million pieces.
 
     Examples:
         >>> left, right = torch.tensor([1.0, float("nan")]), torch.tensor([1.5, float("nan")])

@@ -57,7 +57,7 @@ def explain(
         donate: Whether the target's tensors would be donated.
         device: Device of tensors that have no memory in the target.
         cast: Whether the load would convert dtypes.
-        plain: Patterns of keys of values that need no scales, as in `load`.
+        plain: Key patterns of values that may be converted without their scales, as in `load`.
         layout: The tensor shards that all ranks ask for, as in `load`.
         transform: Trace that makes the target's tensors from the stored ones, as in `load`.
         strategies: Dispatch table; None for the process's.
@@ -201,7 +201,7 @@ def _targets_through(
         trees: Targets, by rank.
         transforms: The transform, or a sequence with one for each rank.
         cast: Whether the load would convert dtypes.
-        plain: Patterns of keys of values that need no scales, as in `load`.
+        plain: Key patterns of values that may be converted without their scales, as in `load`.
 
     Raises:
         MetadataError: There aren't as many transforms as targets.

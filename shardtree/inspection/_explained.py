@@ -62,7 +62,7 @@ class FailedCheck:
 
     @property
     def where(self) -> str:
-        """The ranks on which the check fails."""
+        """The failing ranks, as a text."""
         return f"({rank_text(self.ranks)})"
 
     @property

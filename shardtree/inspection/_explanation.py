@@ -79,7 +79,7 @@ class _Load:
     exchange: ExchangeChoice
 
     def prospect(self, shards: Shards) -> plans.Prospect:
-        """Return the problems and the cost of loading shards; no problems if the caller's own function loads them."""
+        """Return the problems and the cost of loading shards; both are unknown if the caller's function loads them."""
         # Such a strategy may load what the format doesn't hold, so missing keys are no problems then.
         if callable(self.request.choices[0]):
             return plans.Prospect()
@@ -247,9 +247,9 @@ def _differing_keys(load: _Load, target: Target) -> tuple[set[str], set[str]]:
 def _foretell_reads(
     load: _Load, findings: Findings, rank: int, target: Target, fit: plans.Prospect, objects: ObjectsFit
 ) -> None:
-    """Add a rank's undecided failures to the findings, and the reads that it would make by itself.
+    """Add a rank's reads, and its possible failures that only stored values can decide, to the findings.
 
-    If ranks read for each other, `_reads_together` replaces the reads.
+    These are the reads of the rank by itself; if ranks read for each other, `_reads_together` replaces them.
 
     Args:
         load: Load to explain.

@@ -19,7 +19,7 @@ class Findings:
     Attributes:
         failures: Ranks on which a check fails, by class and text of the error.
         problems: Reasons why the ranks' shards and objects can't be loaded.
-        unexpected: Problems of requested keys that aren't stored, by key; empty if the strict mode doesn't compare keys.
+        unexpected: Problem of each requested key that isn't stored; empty if the strict mode doesn't compare keys.
         omissions: Stored values that the result lacks, and tensors of the target that aren't filled.
         uncompared: Keys of optimizer states that aren't compared with the weights.
         undecided: Failures that depend on stored values, so that metadata can't predict them.

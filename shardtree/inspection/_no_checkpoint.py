@@ -165,7 +165,7 @@ def _of_several(storage: Storage, what: str, inside: list[tuple[str, Fields]]) -
 
 
 def _similar_path(storage: Storage) -> str | None:
-    """Return an existing local path that differs from a missing one by a similar name; None if there is none."""
+    """Return an existing path similar to the missing path of a local storage; None if there is none."""
     if not isinstance(storage, LocalStorage):
         return None
     above, missing = storage.root.rstrip("/"), list[str]()

@@ -1,4 +1,4 @@
-"""An open checkpoint as a read-only mapping of lazy shards, which are read only on request."""
+"""An open checkpoint as an immutable mapping of lazy shards, whose elements are read on request."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class OpenCheckpoint(PairsMapping[ShardedTensor | ShardedObject]):
     Attributes:
         checkpoint: The open checkpoint.
         metadata: Stored tensors and objects, without data.
-        strategies: Dispatch table; None for the process's.
+        strategies: Dispatch table of strategies; None for the process-wide table.
     """
 
     checkpoint: Checkpoint
@@ -201,7 +201,7 @@ def open_checkpoint(
 
     Args:
         checkpoint_dir: Path, URL or storage of the checkpoint.
-        strategies: Dispatch table; None for the process's.
+        strategies: Dispatch table of strategies; None for the process-wide table.
         options: Options for reading elements, objects and the common state.
         parameter_names: Names of an optimizer's parameters, in its order, for checkpoints that don't name them; takes
             the place of `LoadOptions.parameter_names`.
@@ -243,7 +243,7 @@ def index_of(checkpoint: Checkpoint, strategies: Strategies | None, names: Itera
 
     Args:
         checkpoint: The checkpoint.
-        strategies: Dispatch table; None for the process's.
+        strategies: Dispatch table of strategies; None for the process-wide table.
         names: Keys that the caller needs in the index. A format that must read further files to know all keys reads
             them only if it doesn't know these keys yet.
     """

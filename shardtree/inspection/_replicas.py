@@ -118,7 +118,7 @@ def check_replicas(
     strategies: Strategies | None = None,
     options: LoadOptions | None = None,
 ) -> tuple[ReplicaDifference, ...]:
-    """Return the differing replicas of a tree's tensors, with their differences bit for bit; every rank calls it.
+    """Compare the replicas of a tree's tensors bit for bit, and return the differences; every rank calls it.
 
     Ranks send a checksum of each shard that they share. Only if checksums differ, the main replica's elements are sent,
     piece by piece, to one rank of each group with equal checksums. `SaveOptions(check_replicas=True)` calls this before

@@ -25,7 +25,7 @@ def find_undecided(
         target: The rank's target, without keys that aren't stored.
         objects: Fit of the target's objects to the stored ones.
         kinds: Stored dtype and global shape of each tensor, by key.
-        is_known: Whether the format can tell if tensors are stored whole.
+        is_known: False if the format can't tell whether tensors are stored whole.
     """
     # All of these can fail only while bytes are read, so neither success nor failure can be promised.
     if callable(request.choices[0]):
@@ -48,7 +48,7 @@ def find_undecided(
 
 
 def _elements_to_load(shard: ShardedTensor, stored_shape: tuple[int, ...]) -> int:
-    """Return the number of a shard's elements that a load fills; fewer than all if the shard allows another shape."""
+    """Return the number of a shard's elements that a load fills: all, or the stored ones if `allow_shape_mismatch`."""
     if shard.allow_shape_mismatch and len(shard.global_shape) == len(stored_shape):
         return stored_elements(shard, stored_shape)
     return prod(shard.data_shape)

@@ -152,7 +152,7 @@ def _passed_over(
 
 
 def _common_findings(checkpoint: Checkpoint, strategies: Strategies | None) -> Iterator[Finding]:
-    """Yield the reasons why the common state can't be loaded although its bytes are as they were saved."""
+    """Yield a finding if the common state can't be loaded, although no damage to its bytes was found."""
     backend, version = common_backend(checkpoint.fields)
     load = find_strategy(StrategyAction.LOAD_COMMON, backend, version, strategies=strategies)
     if load is None:
@@ -187,9 +187,9 @@ def _overlaps(checkpoint: Checkpoint, strategies: Strategies | None) -> Iterator
 
 
 def _unverified_common(checkpoint: Checkpoint, strategies: Strategies | None) -> tuple[Unchecked, ...]:
-    """Return the common state's files as unchecked, for a format that can't check them.
+    """Return an `Unchecked` finding for each file of the common state, whose format can't check it.
 
-    If the format can't list the common state's files, all files of the checkpoint are returned.
+    If the format can't list the common state's files, there is a finding for each file of the checkpoint.
     """
     backend = common_backend(checkpoint.fields)
     list_files, storage = find_strategy(StrategyAction.LIST_FILES, *backend, strategies=strategies), checkpoint.storage

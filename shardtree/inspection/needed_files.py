@@ -28,7 +28,7 @@ def missing_files(tree: OpenCheckpoint, lengths: Mapping[str, int], most: int) -
 
 
 def needed_files(tree: OpenCheckpoint) -> dict[str, int]:
-    """Return the least length of each file that must exist according to a checkpoint's metadata, by name.
+    """Return the minimum length in bytes of each required file, by name, from a checkpoint's metadata.
 
     Examples:
         >>> import torch, shardtree as st
@@ -53,10 +53,9 @@ def _described_files(fields: Fields) -> dict[str, int]:
 
 
 def _common_files(tree: OpenCheckpoint) -> dict[str, int]:
-    """Return the files of a common state that is in another format than the shards: a dict from names to 0.
+    """Return the least lengths, all 0, of the files of a common state that is in another format than the shards.
 
-    0 is the least length of a file. If at least one of the files exists, the result is empty, since the checkpoint may
-    not need the others.
+    If at least one of the files exists, the result is empty, since the checkpoint may not need the others.
     """
     checkpoint, common = tree.checkpoint, common_backend(tree.checkpoint.fields)
     list_files = find_strategy(StrategyAction.LIST_FILES, *common, strategies=tree.strategies)

@@ -135,7 +135,7 @@ def _write_states(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Parts:
-    """The keys of a checkpoint that are written.
+    """Keys of the tensors that are written to a universal checkpoint.
 
     Attributes:
         weights: Keys of the model's tensors.
@@ -188,7 +188,7 @@ def _fields(
     """Return the plain values for the model file, and those for the optimizer's file.
 
     Raises:
-        UnsupportedValue: The common state isn't a dict, or its `optimizer` has more than `param_groups`.
+        UnsupportedValue: The common state isn't a dict, or its `optimizer` isn't a dict with only `param_groups`.
         KeyMismatch: `parameter_groups` doesn't name each trained parameter once.
     """
     optimizer = common.get("optimizer", {}) if isinstance(common, Mapping) else None

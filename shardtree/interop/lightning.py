@@ -53,7 +53,7 @@ class ShardtreeIO(TorchCheckpointIO):  # type: ignore[misc]
     as plain values in the common state. Files that Lightning itself saved load as before.
 
     Args:
-        backend: The format to save in; the default strategy's if None.
+        backend: The format to save in; shardtree's default if None.
         save_options: Options of every save. A value that can't be stored is an error that names it, unless
             ``allow_pickle`` is set.
         load_options: Options of every load. Pickled values are read if Lightning's `weights_only` is False; if that
@@ -131,7 +131,7 @@ class ShardtreeStrategy(ModelParallelStrategy):  # type: ignore[misc]
     Args:
         data_parallel_size: Number of ranks that FSDP2 shards over; "auto" is the number of nodes.
         tensor_parallel_size: Number of ranks of tensor parallelism; "auto" is the number of devices of a node.
-        backend: The format to save in; the default strategy's if None.
+        backend: The format to save in; shardtree's default if None.
         save_options: Options of every save; see `ShardtreeIO`.
         load_options: Options of every load; see `ShardtreeIO`.
         others: Further arguments of Lightning's class: `process_group_backend`, `timeout`.
@@ -185,7 +185,7 @@ class ShardtreeFabricStrategy(FabricModelParallelStrategy):  # type: ignore[misc
         parallelize_fn: A function of the module and the device mesh that returns the module, parallelized.
         data_parallel_size: Number of ranks that FSDP2 shards over; "auto" is the number of nodes.
         tensor_parallel_size: Number of ranks of tensor parallelism; "auto" is the number of devices of a node.
-        backend: The format to save in; the default strategy's if None.
+        backend: The format to save in; shardtree's default if None.
         save_options: Options of every save; see `ShardtreeIO`.
         load_options: Options of every load; see `ShardtreeIO`.
         others: Further arguments of Lightning's class: `process_group_backend`, `timeout`.
@@ -257,7 +257,7 @@ def _refuse(**arguments: Any) -> None:
 
 
 def _reading(options: LoadOptions | None, weights_only: bool | None) -> LoadOptions:
-    """Return the options of a load, in which Lightning's `weights_only`, if given, replaces `allow_pickle`."""
+    """Return the options of a load; Lightning's `weights_only`, if given, sets `allow_pickle` to its opposite."""
     options = options or LoadOptions()
     return options if weights_only is None else replace(options, allow_pickle=not weights_only)
 

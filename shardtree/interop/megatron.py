@@ -321,6 +321,7 @@ def _make_theirs(cls: type, ours: Any, convert: Any) -> Any:
     names = {field.name for field in fields(cls)}
     for field in fields(ours):
         if field.name not in names and (field.default is MISSING or values[field.name] != field.default):
-            heading = f"{cls.__module__}.{cls.__name__} cannot hold the value of {field.name!r}, a field that it lacks"
-            raise UnsupportedValue(error_text(heading, found=values[field.name], expected="the field's default value"))
+            heading = f"{cls.__module__}.{cls.__name__} has no field {field.name!r}, so that this value would be lost"
+            expected = None if field.default is MISSING else f"the default, {field.default!r}"
+            raise UnsupportedValue(error_text(heading, found=values[field.name], expected=expected))
     return cls(**{name: value for name, value in values.items() if name in names})

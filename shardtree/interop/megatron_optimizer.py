@@ -118,7 +118,7 @@ def model_space(checkpoint: OpenCheckpoint, *, expert_parallel: bool | None = No
 
 
 def _rename_transform(names: Iterable[str], where: str, expert_parallel: bool | None) -> dict[str, Any]:
-    """Return the keyword `transform`, which renames the states of optimizers that are not distributed.
+    """Return the argument `transform` of `convert`, which renames the states of optimizers that are not distributed.
 
     Args:
         names: Stored names of the checkpoint.
@@ -126,7 +126,7 @@ def _rename_transform(names: Iterable[str], where: str, expert_parallel: bool | 
         expert_parallel: Argument of `model_space`.
 
     Returns:
-        A dict with the keyword; empty if there are no such optimizers.
+        A dict with the argument; empty if there are no such optimizers.
 
     Raises:
         UnsupportedValue: There are such optimizers, and `expert_parallel` is given.
@@ -180,11 +180,11 @@ def _join(optimizers: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict
     """Return one optimizer with the parameter groups of several; equal groups are merged.
 
     Args:
-        optimizers: Common state of each optimizer; all but the groups is taken from the first.
+        optimizers: Common state of each optimizer. The result is the first one with all parameter groups.
         names: Fields by which Megatron-Core identifies a parameter group.
 
     Raises:
-        UnsupportedValue: Two groups differ, but have the same identifying fields.
+        UnsupportedValue: Two groups have equal identifying fields, but differ in other fields.
     """
     groups: list[dict[str, Any]] = []
     for optimizer in optimizers:
@@ -192,7 +192,10 @@ def _join(optimizers: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict
     identities = [tuple(group.get(name, group.get(f"pre_{name}")) for name in names) for group in groups]
     if len(set(identities)) < len(identities):
         heading = "model_space: one optimizer cannot have different hyperparameters for experts and other parameters"
-        fix = "Leave expert_parallel out, and resume with expert parallelism, as the run was saved."
+        fix = (
+            "Pass expert_parallel=None, so that experts keep their own optimizer, and use expert parallelism in the "
+            "resumed run, as in the saved one."
+        )
         raise UnsupportedValue(error_text(heading, found=groups, fix=fix))
     return _with_groups(optimizers[0], groups)
 
@@ -305,9 +308,10 @@ def _without_data_parallel(box: ShardedTensor, optimizer: Any) -> ReplicaId:
 
 
 def _boxes_in(leaf: Any) -> Iterator[tuple[ShardedTensor, int]]:
-    """Yield the boxes that a parameter is stored as, each with the offset of its first element in the parameter.
+    """Yield a parameter's stored boxes, each with the offset of its first element in the parameter.
 
-    A factory builds them from a tensor of element numbers, which shows the elements of each box.
+    A factory builds its boxes from a tensor that numbers the parameter's elements: 0, 1, 2 and so on. The numbers in a
+    built box then tell its elements.
 
     Raises:
         UnsupportedValue: A box's elements are not consecutive in the parameter.

@@ -45,7 +45,7 @@ def attention_qkv(
         head_size: Number of rows of one head.
         query_groups: Number of key heads, equal to the number of value heads; `heads` by default.
         held: Form of the tensor in the model.
-        tensor_parallel: Number of ranks that share a concatenated layer; it doesn't matter for an interleaved one.
+        tensor_parallel: Number of ranks that share the layer; needed only if `held` is "concatenated".
         stored: Form of the stored tensor; it does not matter with `names`.
         axis: Axis of the rows.
         part: Part of the key that the names replace, such as ``"linear_qkv"``.
@@ -123,7 +123,9 @@ def _runs(length: int, groups: int, sizes: Sequence[int], held_blocks: int, stor
 
 
 def _fused_starts(group: Column, part: Column, rows: Column, each: int) -> Column:
-    """Return the offset of each run in a stored tensor made of blocks [queries; keys; values].
+    """Return the offset in rows of each run in a stored tensor made of blocks [queries; keys; values].
+
+    A run is the query rows, the key rows or the value rows of one query group.
 
     Args:
         group: Query group of each run, int64 (runs,).

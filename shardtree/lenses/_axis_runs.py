@@ -91,13 +91,13 @@ def _check_runs(runs: AxisRuns) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AxisBlock:
-    """An interval of a stored tensor's axis, and the indices that its elements have in a box of the model.
+    """An interval of a stored tensor's axis, and its indices in a box of the model's tensor.
 
     Attributes:
         part: Number of the stored tensor.
         start: Offset of the interval along the stored tensor's axis.
-        places: Index of each element along the axis of the model's box, counted from the box's begin, int64
-            (elements,).
+        places: Index along the box's axis for each index of the interval, counted from the box's begin, int64
+            (indices,).
     """
 
     part: int
@@ -129,7 +129,7 @@ def grouped_runs(total: int, groups: int, sizes: Sequence[int]) -> AxisRuns:
         integers(doing, "sizes", sizes),
     )
     if count < 0 or count * sum(group_sizes) != whole:
-        heading, fix = "grouped_runs: groups times the sum of sizes is not total", "Correct total=, groups= or sizes=."
+        heading, fix = "grouped_runs: groups * sum(sizes) is not equal to total", "Correct total=, groups= or sizes=."
         found, expected = f"{count} groups of {sum(group_sizes)} indices", f"{whole} indices in total"
         raise ShapeError(error_text(heading, found=found, expected=expected, fix=fix))
     length = np.tile(np.array(group_sizes, dtype=np.int64), count)

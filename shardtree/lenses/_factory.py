@@ -149,8 +149,8 @@ def as_factory(shard: ShardedTensor, lens: Lens) -> ShardedTensorFactory:
         lens: Lens from the model's tensor to the stored ones.
 
     Returns:
-        A factory. It builds a dict of the stored shards under "0", "1" and so on, and of the function that merges
-        their tensors under "merge".
+        A factory. It builds a dict: "0", "1" and so on are the stored shards, and "merge" is the function that merges
+        their tensors.
 
     Raises:
         MetadataError: The arguments are not a shard and a lens. At build time: the flat range exceeds the box.
@@ -174,10 +174,10 @@ def as_factory(shard: ShardedTensor, lens: Lens) -> ShardedTensorFactory:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Build:
-    """The build function of a factory; it makes the stored shards of a box, or of a flat range of the box.
+    """The build function of a factory; it makes the stored shards of a rank's box, or of a flat range of that box.
 
     Attributes:
-        box: Shard of the whole box, without data.
+        box: The rank's whole box of the model's tensor, without data.
         lens: Lens from the model's tensor to the stored ones.
     """
 

@@ -1,4 +1,4 @@
-"""The type of lenses: pure functions from a box of a model's tensor to the stored boxes, with the way back."""
+"""The type of lenses: pure functions from a box of a model's tensor to its stored boxes and their merge function."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def check_box(doing: str, shard: ShardedTensor) -> None:
 
 
 def check_exact(doing: str, shard: ShardedTensor) -> None:
-    """Raise unless a shard is a box of a tensor with an exact global shape, from which stored offsets follow.
+    """Raise unless a shard is a box whose global shape is exact, since stored offsets follow from that shape.
 
     Raises:
         MetadataError: The value is not a ShardedTensor.

@@ -79,7 +79,8 @@ def rearranged(pattern: str, **sizes: int) -> Lens:
     """Return the lens that rearranges axes by a pattern: the model's axes on the left, the stored ones on the right.
 
     A name is an axis; names in parentheses are axes merged into one, row-major. Both sides have the same names. If the
-    pattern names prepended axes, too, they become ordinary axes of the tensor; else they stay in front.
+    pattern also names the shard's prepended axes (`prepend_axis_num`), they become ordinary axes of the tensor;
+    otherwise they stay in front.
 
     A box that cuts through merged axes may become several stored boxes. Axes merged on the left give few. Axes merged
     on the right may give many: if a box holds only a part of axis b and all of c, then ``(a b c)`` gives up to one box
@@ -192,9 +193,9 @@ class _Rearrangement:
     """Function that rearranges a whole tensor by a pattern; equal patterns compare equal, so that each is traced once.
 
     Attributes:
-        left: Names of each axis before.
-        right: Names of each axis after.
-        sizes: Size of each name.
+        left: For each axis of the argument, the names that the pattern merges in it.
+        right: For each axis of the result, the names that the pattern merges in it.
+        sizes: Pairs of a name and its size.
     """
 
     left: Groups

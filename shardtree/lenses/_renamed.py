@@ -37,7 +37,7 @@ def replaced_part(doing: str, key: str, part: str, name: str) -> str:
     if count != 1:
         fix = "Pass as part= a name in the key; if it occurs twice, with the name before it, as in 'decoder.layers'."
         heading = f"{doing}: {part!r} does not occur exactly once in the key {key!r}"
-        raise TreeError(error_text(heading, found=f"it {count} times", expected="once", fix=fix))
+        raise TreeError(error_text(heading, found=f"{count} occurrences", expected="one", fix=fix))
     return whole.replace(f".{part}.", f".{name}.", 1)[1:-1]
 
 

@@ -30,7 +30,7 @@ def stacked_layers(part: str, layers: int, *, first: int = 0) -> Lens:
         first: Number to add to the key's number, if keys count only the layers of one pipeline stage.
 
     Raises:
-        MetadataError: A number isn't an integer, or there are no layers.
+        MetadataError: `layers` isn't a positive integer, or `first` isn't an integer.
         TreeError: The key does not have the part followed by a number exactly once, or the layer is not below `layers`.
 
     Examples:
@@ -76,7 +76,7 @@ def _without_number(key: str, part: str, expression: re.Pattern[str]) -> tuple[s
     if len(matches) != 1:
         heading = f"stacked_layers: '{part}.<number>' does not occur exactly once in the key {key!r}"
         fix = "Pass as part= the name before the number; if it occurs twice, with the name before it, as in 'a.layers'."
-        raise TreeError(error_text(heading, found=f"it {len(matches)} times", expected="once", fix=fix))
+        raise TreeError(error_text(heading, found=f"{len(matches)} occurrences", expected="one", fix=fix))
     [place] = matches
     return f"{key[: place.start()]}{part}{key[place.end() :]}", int(place[1])
 
@@ -115,7 +115,8 @@ def unstacked(doing: str, shard: ShardedTensor, part: str, place: int) -> Stored
     """
     check_box(doing, shard)
     if not shard.global_shape:
-        refuse(f"{doing}: {shard.key!r}", "global_shape", (), "a first axis", "Leave scalars out.", error=ShapeError)
+        fix = "Apply the lens only to tensors that have an axis of layers."
+        refuse(f"{doing}: {shard.key!r}", "global_shape", (), "an axis of layers", fix, error=ShapeError)
     begin, is_prepended = shard.global_offset[place], place < shard.prepend_axis_num
     count = 1 if is_prepended else shard.local_shape[0]
     if begin + count > shard.global_shape[place]:

@@ -37,7 +37,7 @@ def from_function(function: Callable[[torch.Tensor], Any], *, part: str | None =
     """Return the lens of a torch function from the model's whole tensor to the stored ones.
 
     The function is traced once for each shape, and the trace is inverted. So it may only move elements, each exactly
-    once, and cast them without rounding. Ranks' boxes, moments and flat ranges follow from the trace.
+    once, and cast them without rounding. The trace also maps shards, optimizer moments and flat ranges.
 
     Args:
         function: Function from the whole tensor to a tensor, stored under the same key, or to tensors by name.
@@ -62,7 +62,7 @@ def from_function(function: Callable[[torch.Tensor], Any], *, part: str | None =
         output = function(tensor)
         if isinstance(output, Mapping) == (part is None):
             heading = f"{doing}: the function returned {'a' if part is None else 'no'} dict, although part is {part!r}"
-            fix = "Pass as part= the part of the key that the names in the dict replace."
+            fix = "Pass as part= the part of the key that is replaced by each name in the dict."
             fix = fix if part is None else "Leave out part=, which is only for functions that return a dict."
             raise ShapeError(error_text(heading, fix=fix))
         return output if isinstance(output, Mapping) else {"": output}
@@ -185,8 +185,8 @@ def _box_data(data: Any, box: Box, view: View | None, copy: Local) -> Any:
     Args:
         data: Data of the model's box.
         box: The stored box.
-        view: View of the stored box in contiguous data; None if it must be copied.
-        copy: Trace from the model's box to the stored box.
+        view: Strided view that is the stored box if the data is contiguous; None if it must be copied.
+        copy: Trace from the model's box to the stored box, which makes a copy.
     """
     alias = _alias(data, box.shape, view)
     return copy.output([data[slices(*own)] for _, own in copy.boxes]) if alias is None else alias

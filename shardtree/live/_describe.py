@@ -63,10 +63,10 @@ class Options:
 
     Attributes:
         max_bytes_in_flight: Upper bound of the bytes that a rank sends and receives in one step.
-        relay: Whether ranks that want the same elements pass them on among themselves.
+        relay: Whether ranks that want the same elements pass them on to each other.
         cast: Whether tensors are converted to the targets' dtypes.
-        plain: Key patterns of values that need no scales.
-        verify: Whether arrived messages are compared with the sent ones.
+        plain: Patterns of keys whose values may be converted without their stored scales.
+        verify: Whether received messages are compared with the sent ones, by their hashes.
     """
 
     max_bytes_in_flight: int

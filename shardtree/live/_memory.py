@@ -78,7 +78,7 @@ def take_ends(tree: Any, target: Any, *, donate: bool = False) -> Ends:
 
 
 def device_of_tensors(ends: Ends) -> torch.device | None:
-    """Return the device of all tensors of a rank: the CPU if they differ, None if there are none.
+    """Return the common device of a rank's tensors: the CPU if they are on several devices, None without tensors.
 
     Examples:
         >>> shard = ShardedTensor.from_rank_offsets("w", torch.zeros(2))
@@ -92,11 +92,11 @@ def device_of_tensors(ends: Ends) -> torch.device | None:
 
 
 def check_joins(ends: Ends, common: Any) -> None:
-    """Raise an error unless a rank's target fits the common state, before tensors move.
+    """Raise an error unless a rank's target can be joined with the common state; called before tensors move.
 
     Raises:
-        TreeError: The target's structure differs from the common state's, or one of the target's plain tensors is not a
-            plain value of the sources.
+        TreeError: The target's structure differs from the common state's, or the target has a plain tensor (not a
+            shard) that the common state lacks.
     """
     if ends.target is None:
         return

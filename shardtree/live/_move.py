@@ -1,8 +1,9 @@
 """The executor of plans: each rank packs, exchanges and unpacks, step by step, by one schedule for all ranks.
 
 A piece is a range of elements of one transfer; each row of a `Schedule` is a piece. All pieces that one rank sends to
-another in one step form one message. Pieces with large elements come first, then the schedule's order decides, so that
-every piece is aligned. A tensor that is cast is converted by its sender while packing.
+another in one step form one message. A message begins with the pieces of the largest element size, so that every piece
+is aligned; pieces of one element size keep the schedule's order. A tensor that is cast is converted by its sender while
+packing.
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ class Route:
         sources: Data of the rank's source shards by their row in `plan.source`, with any strides.
         targets: Data of the rank's target shards by their row in `plan.target`, to be filled.
         buffers: Memory for the messages of one step.
-        is_direct: Whether a message may be a contiguous part of a shard's memory; otherwise all messages are buffers.
+        is_direct: Whether a contiguous part of a shard's memory may serve as a message; otherwise all messages go
+            through `buffers`.
         doing: Name of the operation in error messages.
     """
 
@@ -86,11 +88,10 @@ buffer. A separate step for a shorter piece would take longer than packing it.""
 
 
 def long_pieces_apart(schedule: Schedule, long: int = LONG) -> Schedule:
-    """Return a schedule in which each long piece is the only one in its message, so that it needs no buffer.
+    """Return a schedule in which each long piece is a message of its own, so that it needs no buffer.
 
-    In a load's exchange, whose pieces lie in large files, this saves a tenth of the CPU time. `redistribute` does not
-    use it: time per byte is the same or less, but there are up to three times as many steps, which takes longer on busy
-    machines.
+    In the exchange of a load, this saves a tenth of the CPU time. `redistribute` does not use it: up to three times as
+    many steps take longer on busy machines.
 
     Args:
         schedule: Schedule of a plan.
@@ -190,7 +191,7 @@ class MessagePieces:
 
 
 def step_pieces(route: Route, step: int) -> tuple[MessagePieces, MessagePieces]:
-    """Return the pieces that a rank sends in a step, and those that it receives."""
+    """Return the pieces that the route's rank sends in a step, and those that it receives."""
     plan, schedule = route.plan, route.schedule
     first, last = np.searchsorted(schedule.step, [step, step + 1])
     ends = (schedule.from_rank, schedule.to_rank)
@@ -282,9 +283,9 @@ def _boxes(
 def _own_memory(
     route: Route, pieces: MessagePieces, peer: Column, transfer: Column, shape: Column, regions: Regions
 ) -> dict[int, torch.Tensor]:
-    """Return the memory of boxes that need no buffer, as bytes, by the box's row.
+    """Return the messages that need no buffer: views of shards' memory as bytes, by the index of the box in `shape`.
 
-    Such a box is a whole message, lies contiguously in its shard, on the device of the buffers, and is not cast.
+    Such a message is one box, which is contiguous in its shard, is on the device of the buffers, and is not cast.
 
     Args:
         route: Route of the rank that sends or receives the messages.
@@ -292,7 +293,7 @@ def _own_memory(
         peer: Peer of each box's message, int64 (boxes,).
         transfer: Row of each box's transfer, int64 (boxes,).
         shape: Shape of each box, int64 (boxes, axes).
-        regions: Regions of the boxes.
+        regions: Regions of the boxes in the shards' memory.
     """
     direct: dict[int, torch.Tensor] = {}
     if not route.is_direct or not peer.size:

@@ -116,7 +116,10 @@ def _kill(ends: Sequence[tuple[Any, Any]]) -> None:
 
 
 def _shared_imports() -> tuple[str, ...]:
-    """Return the slow imports that the server does once for all ranks: DTensors, if this process has imported them."""
+    """Return the names of slow modules that the fork server imports once for all ranks.
+
+    They are the modules of DTensors if this process has imported them, otherwise none.
+    """
     return _DTENSOR_MODULES if _DTENSOR_MODULES[0] in sys.modules else ()
 
 

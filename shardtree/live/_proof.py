@@ -62,7 +62,12 @@ class HashingTransport:
     failures: list[Exception] = field(default_factory=list)
 
     def __call__(self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor], /) -> None:
-        """Send and receive messages, and hash them."""
+        """Call the wrapped transport; add the hashes of messages to `sums_out` and `sums_in`.
+
+        Args:
+            outgoing: Message for each receiving rank.
+            incoming: Buffer to fill for each sending rank.
+        """
         self._add(self.sums_out, outgoing)
         self.transport(outgoing, incoming)
         self._add(self.sums_in, incoming)
@@ -76,7 +81,7 @@ class HashingTransport:
             self.failures.append(error)
 
     def sums(self) -> tuple[Sums, Sums]:
-        """Return the hashes of sent messages and those of received messages, by peer; or raise the first of `failures`."""
+        """Return the hashes of sent and of received messages, both by peer; or raise the first of `failures`."""
         if self.failures:
             raise self.failures[0]
         return self.sums_out, self.sums_in
@@ -161,7 +166,10 @@ def _piece_sums(route: Route, rows: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def _sending_targets(route: Route) -> Route:
-    """Return a route with which `pack` reads each transfer from its target shard instead of its source shard."""
+    """Return a copy of a route for hashing what the rank received.
+
+    Each transfer has its target shard as source, so that `pack` reads received elements.
+    """
     plan = route.plan
     transfers = plan.transfers
     onward = replace(

@@ -320,6 +320,6 @@ def foretold_groups(
 
 
 def _share(shards: Shards, plan: SharedReads, rank: int) -> Shards:
-    """Return the shards, and parts of shards, that a rank reads in one group, for itself or also for others."""
+    """Return the shards of one group, and parts of them, that a rank reads, for itself or also for other ranks."""
     own, shared = by_sharing(shards)
     return [*own, *parts_to_read(plan, rank, shared)]

@@ -89,12 +89,12 @@ def own_rows(side: str, columns: ShardColumns, shards: Sequence[ShardedTensor], 
 
 
 def _places(columns: ShardColumns, key: Column, axes: int) -> Column:
-    """Return a row of numbers for each shard: its key, offset, shape, and flat range, int64 (shards, 2 * axes + 3).
+    """Return a row of numbers for each shard: key, offset, shape, flat start, flat stop, int64 (shards, 2 * axes + 3).
 
     Args:
         columns: Table of the shards.
         key: Number of each shard's key, int64 (shards,).
-        axes: Number of axes to which offsets and shapes are extended.
+        axes: Number of axes; shorter offsets and shapes are padded on the left with 0 and 1.
     """
     offset, shape = widen(columns.offset, axes, 0), widen(columns.shape, axes, 1)
     return np.column_stack([key, offset, shape, columns.start, columns.stop])

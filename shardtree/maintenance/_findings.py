@@ -56,7 +56,9 @@ def untaken_findings(untaken: Mapping[str, str]) -> list[Unchecked]:
 
 
 def refused_findings(refused: Mapping[str, str]) -> list[Unchecked]:
-    """Return a finding that counts the values that are undamaged, but that a load with these options refuses.
+    """Return one finding about all undamaged values that a load with the options of `verify` refuses.
+
+    The list is empty if there are no such values.
 
     Args:
         refused: Text of the load's error for each value, by the value's name.

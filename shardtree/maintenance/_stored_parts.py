@@ -1,4 +1,4 @@
-"""Fingerprints of stored tensors, read back slab by slab through their format's LOAD_SHARDED."""
+"""Fingerprints of stored tensors, read back slab by slab with their format's strategy for LOAD_SHARDED."""
 
 from __future__ import annotations
 

@@ -203,8 +203,8 @@ def verify_index(checkpoint: Checkpoint, read_index: ReadIndex) -> tuple[Finding
 
     Args:
         checkpoint: Checkpoint to verify.
-        read_index: Function that reads the index. If the index is corrupt, this is the only finding, since the index
-            holds the hashes.
+        read_index: Function that reads the index. If it finds the index corrupt, there are no findings about other
+            files, since the index holds their hashes.
     """
     try:
         index = checkpoint.once(read_index)

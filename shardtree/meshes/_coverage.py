@@ -112,6 +112,9 @@ def coverage(trees: RankTrees | ShardColumns) -> Coverage:
 
 
 def _elements(faults: Faults, which: NDArray[np.bool_], keys: int) -> Column:
-    """Return the number of elements in the faults that the mask `which` selects, for each key."""
+    """Return the number of elements for each key in the faults for which the mask `which` is true.
+
+    A fault is a box, or a flat range of one, that has no main replica or several.
+    """
     sizes = np.where(faults.start < 0, volumes(faults.shape), faults.stop - faults.start)
     return group_sums(faults.key[which], sizes[which], keys)

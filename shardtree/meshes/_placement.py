@@ -99,7 +99,7 @@ def copies_by_path(
 
     Raises:
         TreeError: Two paths have the same key, but the user didn't choose it.
-        IntegrityError: Tensors of one key differ.
+        IntegrityError: Tensors with the same key aren't equal.
 
     Examples:
         >>> tied = torch.zeros(2)
@@ -166,7 +166,7 @@ def placed_leaves(
         TreeError: A leaf is a factory or part of a tensor, or two paths have the same key.
         MetadataError: A tensor has no spec, a spec doesn't fit its tensor or the mesh, or `key` isn't a function.
         KeyMismatch: A pattern of `specs_by_pattern` matches no tensor.
-        IntegrityError: Tensors of one key differ.
+        IntegrityError: Tensors with the same key aren't equal.
     """
     # A mapping that isn't a dict would be a leaf.
     tree = dict(tree) if isinstance(tree, Mapping) and not isinstance(tree, dict) else tree

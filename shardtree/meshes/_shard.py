@@ -81,11 +81,11 @@ def shard_at(tree: Any, mesh: Mesh, specs: Specs, rank: int, *, key: KeyFunction
 def abstract(tree: Any, mesh: Mesh, specs: Specs, *, key: KeyFunction | None = None) -> list[Any]:
     """Return the sharded tree of each rank with meta tensors as data: targets of a load, which allocates their memory.
 
-    Meta tensors have a shape and a dtype but no elements; `without_data` replaces them by None.
+    Meta tensors have a shape and a dtype but no elements. To get None instead, call `without_data` on a tree.
 
     Args:
-        tree: Tree of whole tensors, as for `shard`; shards without data and meta tensors suffice, such as
-            `load_tensors_metadata` returns.
+        tree: Tree of whole tensors, as for `shard`. Meta tensors suffice, and so do shards without data, such as the
+            result of `load_tensors_metadata`.
 
     Examples:
         >>> from shardtree.layouts import PartitionSpec
@@ -126,7 +126,10 @@ def layout_of(tree: Any, mesh: Mesh, specs: Specs, *, key: KeyFunction | None = 
 def _trees(
     tree: Any, mesh: Mesh, specs: Specs, ranks: tuple[int, ...], key: KeyFunction | None, fill: _Fill
 ) -> list[Any]:
-    """Return the sharded trees of the given ranks; of all ranks of the mesh if `ranks` is empty."""
+    """Return the sharded trees of the given ranks; of all ranks of the mesh if `ranks` is empty.
+
+    The function `fill` returns the data of each new shard from the whole tensor's shard and the rank's part.
+    """
     check_mesh(mesh)
     for rank in ranks:
         mesh.coordinates(rank)

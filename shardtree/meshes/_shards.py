@@ -23,7 +23,7 @@ from ._specs import AxisSplit, PartitionSpec, SpecEntry, check_fits, splits
 
 @dataclass(frozen=True, slots=True)
 class RankBox:
-    """One box of a rank's part of a tensor.
+    """One of the boxes that make up a rank's part of a tensor.
 
     Attributes:
         offset: Offset in the global tensor.
@@ -307,7 +307,7 @@ class MergeBoxes:
     part: RankShard
 
     def __call__(self, boxes: Sequence[Any]) -> Any:
-        """Return the rank's tensor: the boxes joined in a copy."""
+        """Return the rank's tensor: a copy that joins the tensors of its boxes."""
         return _concatenate(list(boxes), self.part)
 
 

@@ -24,8 +24,8 @@ class AxisSplit:
 
     Attributes:
         axis: Name of the mesh axis.
-        split_factor: Number of equal blocks that the axis is first cut into. Each block is then cut into one piece per
-            rank, so that every rank has a piece of each block.
+        split_factor: Number of equal blocks into which the tensor's axis is first cut. Each block is then cut into one
+            piece per rank, so that every rank has a piece of each block.
 
     Raises:
         MetadataError: The axis isn't a name, or the factor isn't an integer of at least 1.
@@ -149,8 +149,8 @@ def check_spec(key: str, kind: TensorKind, mesh: Mesh, spec: PartitionSpec) -> N
         spec: Spec of the tensor.
 
     Raises:
-        MetadataError: The spec has more entries than the tensor has axes, or names an axis or index that the mesh
-            doesn't have; or the tensor has prepended axes.
+        MetadataError: The spec has more entries than the tensor has axes, or names an axis that the mesh lacks, or an
+            index outside a mesh axis; or the tensor has prepended axes.
 
     Examples:
         >>> import torch
@@ -161,7 +161,7 @@ def check_spec(key: str, kind: TensorKind, mesh: Mesh, spec: PartitionSpec) -> N
         refuse(repr(key), "kind", type(kind).__name__, "a TensorKind", fix, error=MetadataError)
     if kind.prepend_axis_num:
         fix = "Pass the TensorKind of the whole tensor, with prepend_axis_num=0."
-        raise MetadataError(error_text(f"{key!r}: the tensor of a spec has prepended axes", found=kind, fix=fix))
+        raise MetadataError(error_text(f"{key!r}: a spec cannot describe prepended axes", found=kind, fix=fix))
     check_fits(repr(key), kind.global_shape, mesh, spec)
 
 
@@ -291,13 +291,13 @@ def check_patterns(doing: str, specs: Specs, keys: Iterable[str], *, whole: bool
 
     Args:
         doing: Name of the caller in errors.
-        specs: Specs of any form; only those of `specs_by_pattern` are checked.
+        specs: Specs in any form that `shard` takes; only those of `specs_by_pattern` are checked.
         keys: Keys of the tree's tensors.
         whole: Whether `keys` are those of all ranks, not of a single rank.
 
     Raises:
-        KeyMismatch: A pattern is the first match of no key. With a single rank's keys, this is an error only if the
-            pattern nearly matches a key that got the default.
+        KeyMismatch: A pattern is unused: it matches no key, or only keys that an earlier pattern matches. With a single
+            rank's keys, this is an error only if the pattern nearly matches a key that got the default.
 
     Examples:
         >>> specs = specs_by_pattern({"embed.weight": PartitionSpec("tp")}, default=PartitionSpec())

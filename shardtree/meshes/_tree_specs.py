@@ -15,7 +15,7 @@ def specs_by_path(specs: Specs, tree: Any, tensors: Mapping[TreePath, ShardedTen
     """Return the spec of each tensor of a tree, by path.
 
     Args:
-        specs: Specs of any form.
+        specs: Specs in any form that `shard` takes.
         tree: The tree that the tensors are in.
         tensors: The tree's tensors, by path.
 

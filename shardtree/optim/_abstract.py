@@ -132,7 +132,7 @@ def abstract_optim_state_from_metadata(
 
 
 def _template_state(param: ShardedParam, value: Any) -> Any:
-    """Return an example of a state that the template describes: for a dtype, a meta tensor of the parameter's shape."""
+    """Return an example of a state from its template entry; for a dtype, a meta tensor of the parameter's shape."""
     if isinstance(value, torch.dtype):
         return torch.empty(moment_shape(param) or (), dtype=value, device="meta")
     return value(param) if callable(value) else value
@@ -152,7 +152,13 @@ def _by_param(metadata: Metadata, left_out: set[str]) -> _Stored:
 
 
 def _with_lists(doing: str, name: Any, leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a parameter's states by state key; list items, such as `Q[0]` and `Q[1]`, become one list, in order."""
+    """Return a parameter's states by state key; list items, such as `Q[0]` and `Q[1]`, become one list, in order.
+
+    Args:
+        doing: Name of the operation in error messages.
+        name: Name or id of the parameter, for error messages.
+        leaves: Target leaves of the states, by state key or list item.
+    """
     states: dict[str, Any] = {}
     for key, leaf in sorted(leaves.items(), key=lambda pair: list_item(pair[0])[1] or 0):
         state_key, number = list_item(key)
@@ -160,9 +166,14 @@ def _with_lists(doing: str, name: Any, leaves: Mapping[str, Any]) -> dict[str, A
         if number is None:
             states[key] = leaf
         elif len(items) < number:
-            wrong = [f"{state_key!r} of {render_path((name,), 'state')}: no item {len(items)}, but item {number}"]
-            fix = "Pass as metadata= the result of `load_sharded_metadata`, which has items that are not tensors, too."
-            raise TreeError(error_text(f"{doing}: the metadata lacks items of lists", offenders=wrong, fix=fix))
+            path = render_path((name,), "state")
+            wrong = [f"{state_key!r} of {path}: item {len(items)} is missing, but item {number} is there"]
+            fix = (
+                "Pass as metadata= the result of `load_sharded_metadata`: that of `load_tensors_metadata` lacks items "
+                "that are not tensors."
+            )
+            heading = f"{doing}: the metadata has only some items of a state that is a list"
+            raise TreeError(error_text(heading, offenders=wrong, fix=fix))
         else:
             items.append(leaf)
     return states
@@ -200,10 +211,11 @@ def _with_stored_group(
     wrong = [repr(name) for name in kinds_of if name not in group_params]
     if wrong:
         fix = (
-            "If the optimizer was saved by ids, pass a state dict and parameters by ids; else pass as metadata= the "
-            "result of `load_sharded_metadata`."
+            "If the optimizer was saved with integer ids instead of names, pass optim_state_dict= and "
+            "id_to_sharded_param_map= with ids; else pass as metadata= the result of `load_sharded_metadata`."
         )
-        raise TreeError(error_text(f"{doing}: the metadata lacks the groups of parameters", offenders=wrong, fix=fix))
+        heading = f"{doing}: the metadata does not tell the param group of these parameters"
+        raise TreeError(error_text(heading, offenders=wrong, fix=fix))
     return group_params
 
 
@@ -267,7 +279,7 @@ def _target_leaf(param: ShardedParam, state_key: str, kinds: _Kinds, rules: Opti
 
 
 def _without_data(leaf: Any) -> Any:
-    """Return a leaf without data; a factory keeps a meta tensor, whose shape it needs to build."""
+    """Return a leaf without data; a factory gets a meta tensor as data, whose shape it needs to build."""
     if isinstance(leaf, (ShardedTensor, ShardedObject)):
         return leaf.without_data()
     if isinstance(leaf, ShardedTensorFactory) and isinstance(leaf.data, torch.Tensor) and not leaf.data.is_meta:

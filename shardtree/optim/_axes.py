@@ -1,4 +1,4 @@
-"""Rules for states that share axes with their parameter, or are reduced along one; and helpers of all rules."""
+"""Rules that derive the shards of optimizer states from the axes of their parameters; and helpers of all rules."""
 
 from __future__ import annotations
 

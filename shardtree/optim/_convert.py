@@ -142,7 +142,7 @@ def check_known(doing: str, names: Sequence[ParamId], params: Mapping[Any, Shard
 
 
 def _check_keys(doing: str, states: States, params: Mapping[Any, ShardedParam]) -> None:
-    """Raise an error if a state key can't be stored: it isn't a string, contains a dot, or ends like ``[0]``."""
+    """Raise an error if a state key can't be stored: it isn't a string, contains a dot, or ends with ``[number]``."""
     wrong = [
         state_place(name, params[name], key)
         for name, states_by_key in states.items()
@@ -334,13 +334,13 @@ def _name_text(id_to_name: Mapping[int, str], number: int | None) -> str:
 
 
 def _relabel(doing: str, optim_state_dict: StateDict, labels: Mapping[Any, Any], *, by_name: bool) -> StateDict:
-    """Return a state dict with ids and names exchanged.
+    """Return a state dict with ids replaced by names, or names by ids.
 
     Args:
         doing: Name of the operation in error messages.
         optim_state_dict: State dict to convert.
-        labels: New id or name of each parameter, by its present one.
-        by_name: Whether parameters are named at present.
+        labels: New name by old id, or new id by old name, of each parameter.
+        by_name: Whether `optim_state_dict` has names, to be replaced by ids.
     """
     states = states_of(doing, optim_state_dict)
     groups = groups_of(doing, optim_state_dict["param_groups"])

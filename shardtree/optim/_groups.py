@@ -129,11 +129,13 @@ def _with_hyperparameters(
 
 
 def _conflicts(number: int, group: Group, stored: Sequence[Group], group_of: Mapping[Any, int]) -> list[str]:
-    """Return a line for each hyperparameter that differs within a group, with two parameters and their values.
+    """Return a line for each hyperparameter whose stored values differ between the parameters of one group.
+
+    A line names two parameters and their stored values.
 
     Args:
         number: Index of the group, for the lines.
-        group: Group of the optimizer.
+        group: Group of the optimizer, whose parameters may come from several stored groups.
         stored: Stored groups.
         group_of: Index of each parameter's stored group, by the parameter's name.
     """

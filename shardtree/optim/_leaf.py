@@ -1,4 +1,7 @@
-"""One state of one parameter as a leaf (a moment, a number, an object, or a rule's result), or why it can't be one."""
+"""Leaves for optimizer states: a state of a parameter becomes a shard, an object, or the result of the caller's rule.
+
+If a state can't become a leaf, `problem_of` returns the reason.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +69,10 @@ def make_sharded_optimizer_tensor(model_param: ShardedParam, optim_param: torch.
 
 
 def moment(param: ShardedParam, data: torch.Tensor, prefix: str) -> ShardedParam:
-    """Return a parameter's shard or factory with a moment as data and a key with a prefix; the caller checks shapes."""
+    """Return a copy of a parameter's shard or factory for a moment, with the moment's data and a prefixed key.
+
+    The caller checks shapes.
+    """
     if isinstance(param, ShardedTensorFactory):
         return replace(param, key=f"{prefix}.{param.key}", data=data)
     return replace(param, key=f"{prefix}.{param.key}", data=data, dtype=data.dtype)
@@ -110,11 +116,11 @@ class OptimizerState:
 
     @staticmethod
     def of(value: Any) -> OptimizerState:
-        """Return the state for a tensor, a plain value, or a stored tensor's or object's metadata.
+        """Return the `OptimizerState` of a value to save, or of a stored tensor's or object's metadata.
 
         Args:
-            value: A tensor or plain value to save; a ShardedTensor or ShardedObject for stored metadata; or a state,
-                which is returned as it is.
+            value: A tensor or plain value to save; stored metadata, as a ShardedTensor or ShardedObject; or an
+                `OptimizerState`, which is returned as it is.
         """
         if isinstance(value, OptimizerState):
             return value
@@ -135,7 +141,7 @@ class OptimizerState:
         They are lengths on this rank or, if only stored metadata is known, in the whole stored tensor.
 
         Args:
-            front: Number of prepended axes at the front of a stored tensor's shape; a rank's own tensor has none of them.
+            front: Number of prepended axes, with which a stored tensor's shape begins. A rank's own tensor has none.
         """
         return self.sizes[front:] if self.is_stored else self.sizes
 
@@ -183,7 +189,7 @@ def rule_of(rules: OptimizerRules | None, param: ShardedParam, state_key: str) -
 
 
 def state_place(name: ParamId, param: ShardedParam, state_key: object) -> str:
-    """Return a text that names a state and its parameter.
+    """Return a text that names an optimizer state and its parameter, for error messages.
 
     Examples:
         >>> from shardtree.mapping import ShardedTensor
@@ -199,7 +205,7 @@ _ITEM = re.compile(r"(.+)\[(0|[1-9][0-9]*)\]", re.DOTALL)
 
 
 def list_item(state_key: str) -> tuple[str, int | None]:
-    """Split the state key of a list's item into the list's key and the item's index; any other key gets None.
+    """Split a list item's state key into the list's key and the item's index; any other key is returned with None.
 
     Examples:
         >>> list_item("Q[1]"), list_item("step")

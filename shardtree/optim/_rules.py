@@ -26,7 +26,7 @@ from ._state_dict import ShardedParam, check_param
 
 
 def value_of(param: ShardedParam, state: OptimizerState) -> Any:
-    """Return the data of a state, or a meta tensor if only its stored metadata is known."""
+    """Return the tensor or value of an optimizer state; if only a stored tensor's metadata is known, a meta tensor."""
     if state.dtype is None or not state.is_stored:
         return state.data
     front = next((shard.prepend_axis_num for shard in built_shards(param)), 0)
@@ -41,7 +41,7 @@ def one_per_parameter(param: ShardedParam, state_key: str, state: Any) -> Any:
     Args:
         param: Shard or factory of the parameter.
         state_key: Name of the state.
-        state: The state as an `OptimizerState`, or its tensor or value.
+        state: The state, given as an `OptimizerState`, a tensor or a plain value.
 
     Examples:
         >>> param = ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3), (0, 1, 4))

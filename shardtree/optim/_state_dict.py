@@ -233,7 +233,7 @@ def get_param_id_to_sharded_param_map(
         counts = f"{len(leaves)} shards of other data", f"shards with the optimizer's {len(params)} parameters as data"
         fix = (
             "Set the model's own parameters as the shards' data, as in `model.state_dict(keep_vars=True)`: a detached "
-            "parameter is a different tensor. If it is stored transformed, use a factory with the parameter as data."
+            "parameter is a different tensor. If a parameter is stored in another form, use a factory with it as data."
         )
         raise TreeError(error_text(heading, found=counts[0], expected=counts[1], fix=fix))
     return dict(sorted(by_id.items()))

@@ -214,8 +214,7 @@ def _stream(
 def _name(target: tuple[str, int, tuple[Any, ...]], shapes: dict[str, tuple[int, ...]], *, is_one: bool) -> str:
     """Return a label for ``target = (key, axis of rows, positions along other axes)``, such as "w[0, rows]".
 
-    The index is left out for whole rows along axis 0. If `is_one`, no other target has the key, and a single position
-    is written as ":".
+    Whole rows along axis 0 need no index. If `is_one` (no other target has the key), ":" replaces single positions.
     """
     key, axis, others = target
     free = iter(":" if is_one and isinstance(each, int) else str(each) for each in others)
@@ -231,7 +230,7 @@ def _with_rows(name: str, span: str, apart: str = "") -> str:
 
 
 def _runs(number: int, tensor: _RankTensor, axis: int) -> Iterator[_Run]:
-    """Yield the runs of rows of the tensor with the index `number`. Each row is located by its first element alone."""
+    """Yield the runs along an axis of the tensor with the index `number`; a row is located by its first element."""
     if not prod(tensor.shape):
         return
     stride = prod(tensor.shape[axis + 1 :])
@@ -328,7 +327,7 @@ _Row = tuple[tuple[_Span, ...], _Run]
 
 
 def _along_best_axis(trace: Trace, name: str) -> tuple[int, list[_Row]]:
-    """Return the axis along which an output has the longest runs of rows on average, and the runs along this axis."""
+    """Return the axis along which an output is cut into the longest runs on average, and the runs along this axis."""
     moves, shape = trace.moves[name], trace.outputs[name].shape or (1,)
     missing = coverage(moves, prod(shape))[0] if moves.numel < prod(shape) else []
     parts = [(move, shape, "is never written") for move in missing]
@@ -351,8 +350,8 @@ def _along_best_axis(trace: Trace, name: str) -> tuple[int, list[_Row]]:
 
 
 def _from_sources(move: Move, through: str = "") -> Iterator[tuple[Move, str]]:
-    """Yield the moves from sources that a move comes from, each with the text of the computations in between."""
-    # `through` is the text of the computations after this move. One operand stands for all of a computation.
+    """Yield the moves at the origin of a move, traced back through computations, each with the computations' text."""
+    # `through` is the text of the computations after this move. Only one operand is followed.
     what = "".join(f".{step}" for step in move.via) + through
     operation = move.root if isinstance(move.root, Computed) else None
     operand = next((each for each in operation.tensors if not each.alone), None) if operation else None

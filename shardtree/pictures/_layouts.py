@@ -158,7 +158,7 @@ def _tensor_picture(columns: ShardColumns, key: str, holders: HolderNames, *, wi
 
 
 def _overview(columns: ShardColumns, holders: HolderNames, noun: str) -> Picture:
-    """Return the picture of several tensors, each drawn small: those with faults first, then the largest."""
+    """Return the picture of several tensors, drawn small: those with gaps or overlaps first, then the largest."""
     faulty = set(np.unique(sharding_faults(select_rows(columns, np.flatnonzero(columns.main))).key).tolist())
     length = [np.prod(kind.global_shape, dtype=np.float64) for kind in columns.kinds]
     order = sorted(range(len(length)), key=lambda number: (number not in faulty, -length[number], number))

@@ -118,7 +118,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """Rows that are consecutive on both sides of a flow.
+    """Rows that are consecutive both in a left and in a right block of a `Flow`; they are drawn as one band.
 
     Attributes:
         block: Index of the block on the left.
@@ -230,7 +230,7 @@ class Picture:
         rows: Rows of panels; a renderer may put panels of a row below each other.
         notes: Sentences below the panels, such as what was left out.
         legend: Meanings of tones that the cells' own texts don't explain.
-        is_step: Whether arrows lead from each panel of the first row to the next one.
+        is_step: Whether an arrow leads from each panel of the first row to the next panel.
     """
 
     title: str

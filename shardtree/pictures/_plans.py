@@ -73,7 +73,7 @@ def _keys(plan: ReshardPlan, name: str) -> tuple[str, ...]:
 
 
 def _layouts(plan: ReshardPlan, key: str) -> tuple[Plane, ...]:
-    """Return the planes of a tensor's layouts before and after the plan; a rank has the same tone in both."""
+    """Return drawings of a tensor's layouts before and after the plan; a rank has the same tone in both."""
     sides = [
         tensor_sheets(columns, key, most=_MOST_REGIONS) if key in columns.keys else []
         for columns in (plan.source, plan.target)

@@ -43,7 +43,8 @@ class PlaneRegions:
         row_edges: Edges of the horizontal bands, in elements, int64 (bands + 1,).
         column_edges: Edges of the vertical bands, in elements, int64 (bands + 1,).
         regions: Regions in row-major order.
-        is_merged: Whether bands are coarser than the boxes' edges, so that a region may contain several small boxes.
+        is_merged: Whether neighbouring bands were merged, so that a region may contain several small boxes (parts that
+            ranks or files hold).
     """
 
     row_edges: Column

@@ -282,7 +282,15 @@ def _aspect(sheet: Sheet) -> float:
 def _looks(
     sheet: Sheet, number: int, region: PlaneRegion, tones: dict[int, str], holders: HolderNames
 ) -> tuple[str, str, tuple[str, ...], str]:
-    """Return the tone, title, labels and mark of a region's cell; arguments as for `plane_of`."""
+    """Return the tone, title, labels and mark of the `Cell` that draws a region.
+
+    Args:
+        sheet: The plane's regions and their holders.
+        number: Index of the region in the sheet.
+        region: The region.
+        tones: Tone (colour) by rank or file.
+        holders: Names for ranks or files that hold parts.
+    """
     place = place_text(_box(sheet, region))
     ranks, lead, fault = sheet.holders[number], sheet.lead[number], sheet.faults[number]
     words = holders.words(ranks) if ranks.size else ""
@@ -315,6 +323,6 @@ def _box(sheet: Sheet, region: PlaneRegion) -> tuple[slice, ...]:
 
 
 def faults_legend(planes: Sequence[Plane]) -> tuple[Entry, ...]:
-    """Return legend entries for the holes, overlaps and parts on other ranks that occur in planes."""
+    """Return legend entries for the holes, overlaps and parts on other ranks in drawings of tensors."""
     tones = {cell.tone for plane in planes for cell in plane.cells}
     return tuple(entry for entry in (HOLE, OVERLAP, ELSEWHERE) if entry.tone in tones)

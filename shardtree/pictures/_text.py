@@ -69,7 +69,7 @@ def picture_lines(picture: Picture, width: int = 80, *, filled: bool = False) ->
     Args:
         picture: The picture to draw.
         width: Number of characters in a line.
-        filled: Whether cells are filled with their marks, so that they can be read without colours.
+        filled: Whether a cell is filled with its character `Cell.mark`, so that cells can be read without colours.
 
     Examples:
         >>> picture_lines(Picture("nothing", ()))
@@ -176,7 +176,7 @@ def _plane(plane: Plane, width: int, *, filled: bool) -> list[Spans]:
 
 
 def _row_name(names: Sequence[str], line: int, height: int) -> str:
-    """Return the name of the row whose middle is at a line; empty if there is none.
+    """Return the name of the row whose middle line is the given line; empty if there is none.
 
     Args:
         names: Names of a plane's rows, from top to bottom.

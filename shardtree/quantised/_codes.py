@@ -100,7 +100,7 @@ def nearest_fp8(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def nearest_fp4(numbers: torch.Tensor) -> torch.Tensor:
-    """Return numbers rounded to the nearest FP4 values, two in each byte; larger numbers are clipped."""
+    """Return numbers rounded to the nearest FP4 values, two in each byte; numbers beyond FP4's range are clipped."""
     size = numbers.abs().clamp(max=MOST["fp4"])
     # Values are 0.5 apart up to 2, then 1, then 2; a code is even where its mantissa is.
     above = torch.where(size < 4, size.round() + 2, (size / 2).round() + 4)
@@ -109,7 +109,7 @@ def nearest_fp4(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def power_above(numbers: torch.Tensor) -> torch.Tensor:
-    """Return the smallest power of two that is at least each positive number, and at least 2**-127.
+    """Return each positive number rounded up to a power of two, clipped to the range from 2**-127 to 2**127.
 
     If such powers are the scales, quantising twice is harmless: the second time, the rounded numbers get the same scale
     or a smaller one, and don't change.

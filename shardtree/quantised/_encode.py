@@ -17,12 +17,12 @@ Shape = tuple[int, ...]
 
 
 def blocks_of(part: Part, block: tuple[int, int], whole: Shape, box: Box) -> Box:
-    """Return the smallest box of whole blocks of a weight from which a box of a stored tensor can be computed.
+    """Return the box of a weight from which a box of a stored tensor is computed: the smallest box of whole blocks.
 
     Args:
         part: Description of the stored tensor.
         block: Block size of the form; 0 means the whole axis.
-        whole: Shape of the weight's stored matrices.
+        whole: Shape of the whole weight, oriented as stored.
         box: Box of the stored tensor.
     """
     front = len(whole) - 2

@@ -102,7 +102,7 @@ class Form:
                 kinds = " or ".join(str(kind).removeprefix("torch.") for kind in part.dtypes)
                 wrong.append(f"{name!r}: {str(dtype).removeprefix('torch.')} {shape}, not {kinds} {expected}")
         if wrong:
-            fix = "Choose the Form that config.json names; for other blocks, change `per` in its parts and its `block`."
+            fix = "Choose the Form that config.json names, or change `block` and the parts' `per` to its block sizes."
             raise ShapeError(error_text(f"quantised: {key!r} is not stored as {self.name}", offenders=wrong, fix=fix))
         return self._turn(whole)
 
@@ -291,7 +291,7 @@ class Form:
         if axes < 2 or shard.flattened_range is not None or shard.allow_shape_mismatch:
             kind, fix = "allow_shape_mismatch=True", "Leave out allow_shape_mismatch."
             if shard.flattened_range is not None:
-                kind, fix = "a flat range", "Pass an unquantised weight's range to `as_factory(shard, form.lens)`."
+                kind, fix = "a flat range", "Pass `as_factory(shard, form.lens)` with the unquantised weight's shard."
             elif axes < 2:
                 kind, fix = "fewer than two axes", "Leave this tensor unquantised."
             found, expected = f"{kind}: shape {shard.local_shape} of {shard.global_shape}", "a block of a matrix"
@@ -307,13 +307,13 @@ class Form:
         return [part.of(whole) for part in self.parts]
 
     def _decode(self, shard: ShardedTensor, parts: Sequence[Part], tensors: Sequence[Any], box: Box) -> Any:
-        """Return a box of a weight's stored matrices, decoded from its stored tensors; lazy if one of these is lazy.
+        """Return a box of a weight, oriented as stored, decoded from its stored tensors; lazy if one of these is lazy.
 
         Args:
             shard: Shard of the weight, for its key and dtype.
             parts: Descriptions of the stored tensors.
             tensors: Box of each stored tensor that `box` needs.
-            box: Box of the stored matrices.
+            box: Box of the weight, oriented as stored.
         """
         key, dtype = shard.key, shard.dtype
         if not any(isinstance(tensor, LazyTensor) for tensor in tensors):

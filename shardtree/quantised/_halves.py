@@ -1,4 +1,4 @@
-"""Half weights: quantised weights that lack some of their stored tensors, such as scales without values."""
+"""Half weights: quantised weights with some of their stored tensors missing, such as the values."""
 
 from __future__ import annotations
 

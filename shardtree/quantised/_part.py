@@ -15,7 +15,7 @@ for each block of 2 x 3, and the box of rows 1 to 2 and columns 3 to 5 of the we
 With `pack=(1, 2)`, the values are stored as (4, 3), two in each element. Then the box needs columns 1 to 2 of them, and
 the value outside the box is read and dropped.
 
-The last two axes of a weight form matrices. Its stored matrices are the same ones, or transposed ones in some forms.
+The last two axes of a weight form matrices. Its stored matrices are these or, in some forms, their transposes.
 """
 
 from __future__ import annotations
@@ -211,17 +211,18 @@ def _not_as_said(key: str, part: Part, tensor: torch.Tensor, row: int) -> Unsupp
   No Form in FORMS supports that: recode them with the program that wrote them."""
         return UnsupportedValue(error_text(heading, found=found, expected=expected, fix=fix))
     heading = f"quantised: {part.name} puts rows of {key!r} into other groups than the Form assumes"
-    fix = """If rows may be in any group (desc_act), choose FORMS['gptq'] or FORMS['gptq_v2'].
-  If config.json names another group size, set it as `per` and `group` in the Form's parts."""
-    return UnsupportedValue(error_text(heading, found=f"another group number, at row {row} or after it", fix=fix))
+    fix = f"""If rows may be in any group (desc_act), choose FORMS['gptq'] or FORMS['gptq_v2'].
+  If config.json names another group size, put it in place of {abs(part.group)} in a copy of the Form:
+  in its `block`, and in `per` and `group` of its parts."""
+    return UnsupportedValue(error_text(heading, found=f"another group index, in row {row} or a later row", fix=fix))
 
 
 def windows(box: Box, high: int, wide: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Cut a box into windows, and yield each as (offset, shape) relative to the box.
+    """Cut a box into windows, each inside one matrix, and yield them as (offset, shape) relative to the box.
 
     Args:
-        box: Box of matrices; each window is in one of them.
-        high: Upper bound of a window's rows; cuts are at multiples of it in the whole matrix.
+        box: Box of matrices, which are its last two axes.
+        high: Upper bound of a window's rows; cuts are at multiples of it, counted from the whole matrix's first row.
         wide: Upper bound of a window's columns.
     """
     *front, rows, columns = box.shape
@@ -240,7 +241,9 @@ Pieces = Sequence[tuple[Box, bool]]
 
 
 def is_of_blocks(box: Box, whole: Sequence[int], block: Sequence[int]) -> bool:
-    """Return whether a box consists of whole blocks, which are cut along the last two axes.
+    """Return whether a box consists of whole blocks of a grid over the last two axes.
+
+    Blocks at the end of an axis may be shorter.
 
     Args:
         box: Box of matrices.
@@ -265,7 +268,7 @@ def shard_of(weight: ShardedTensor, key: str, part: Part, box: Box, whole: Seque
         key: Key of the stored tensor.
         part: Description of the stored tensor.
         box: Box of the stored tensor.
-        whole: Whole shape of the weight's stored matrices.
+        whole: Shape of the whole weight, oriented as stored.
         data: Elements of the box, or None.
     """
     front = 0 if part.per is None else weight.prepend_axis_num

@@ -39,7 +39,7 @@ def fp8_products(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def _loop_for(elements: int) -> Loop | None:
-    """Return the compiled loop; None without numba, or as long as too few elements were decoded to repay compiling.
+    """Return the compiled loop once enough elements were decoded to repay compiling; None before, and without numba.
 
     Args:
         elements: Number of elements of this call, which is added to the count.

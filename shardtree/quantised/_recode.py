@@ -206,7 +206,7 @@ def _in_form(weight: ShardedTensor, to: Form | torch.dtype, lossless: bool) -> S
         if weight.data is not None and any(part.data is None for part in shards):
             heading = f"recode: {weight.key!r} is not cut into whole blocks, which its scales need"
             found = f"a shard of shape {weight.local_shape} at offset {weight.global_offset}"
-            expected = f"edges at multiples of {to.block} in the stored matrix, where 0 is the whole axis"
+            expected = f"edges at multiples of the block size {to.block} in the stored matrix; 0 means the whole axis"
             fix = "Redistribute the weight to shards of whole blocks first, as docs/trainer-to-engine.md shows."
             raise ShapeError(error_text(heading, found=found, expected=expected, fix=fix))
         return shards
@@ -242,5 +242,5 @@ def _check_same(key: str, new: torch.Tensor, old: torch.Tensor) -> None:
     count = int(((new != old) & ~old.isnan()).sum())
     if count:
         fix = "Recode to a Form or a dtype that has these values, or pass lossless=False."
-        found = f"{count} such elements among the {old.numel()} that were written together"
+        found = f"at least {count} elements that would change"
         raise UnsupportedValue(error_text(f"recode: {key!r} would be rounded", found=found, fix=fix))

@@ -81,7 +81,7 @@ _NOT_FINITE = {"nan", "inf", "-inf"}
 
 @dataclass(frozen=True, slots=True)
 class FileMark:
-    """The state of a file when a removal was planned. If it has changed since, the removal doesn't touch the file.
+    """The state of a file when a removal was planned. A file that has changed since isn't removed.
 
     Attributes:
         name: Name in the step's folder.
@@ -160,8 +160,11 @@ def read_record(root: Storage, folder: str) -> StepRecord | None:
     if length is None:
         return None
     if length > limits.SIDE_FILE_BYTES:
-        heading, expected = f"series: {root.where(name)!r} is too long", f"{limits.SIDE_FILE_BYTES} at most"
-        fix = "Restore this record of a step. Until it can be read, no policy removes the step."
+        heading, expected = f"series: {root.where(name)!r} is too large", f"at most {limits.SIDE_FILE_BYTES}"
+        fix = (
+            "Restore this file, the record of a step, from a copy of the step. Until it can be read, no policy removes "
+            "the step."
+        )
         raise CorruptCheckpoint(error_text(heading, found=f"{length} bytes", expected=expected, fix=fix))
     try:
         return decode_record(root.read(name), root.where(name))

@@ -31,7 +31,7 @@ IRREMOVABLE = "cannot be removed"
 
 @dataclass(frozen=True, slots=True)
 class StepFiles:
-    """The files of one step that a removal takes.
+    """The files that a removal takes from one step, and those that it leaves.
 
     Attributes:
         number: Number of the step.
@@ -194,5 +194,10 @@ def _own(storage: Storage, strategies: Strategies | None) -> set[str]:
 
 
 def _order(decided_by: tuple[str, ...], name: str) -> tuple[int, str]:
-    """Return a sort key for the files of a removal: those that make the folder a checkpoint are removed first."""
+    """Return the sort key of a file in a removal: files that make the folder a checkpoint come first.
+
+    Args:
+        decided_by: Patterns for the names of files that make a folder a checkpoint.
+        name: Name of the file.
+    """
     return (0 if name == METADATA_FILE else 1 if is_deciding(name, decided_by) else 2), name

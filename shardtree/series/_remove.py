@@ -56,7 +56,7 @@ def apply_policy(root: Storage, names: str, policy: Choose, strategies: Strategi
     """Remove the steps that a policy doesn't keep, after step `number` was saved; this step stays in any case.
 
     If a step can't be removed, a warning is logged: the save itself succeeded, and the next one tries again. Errors of
-    the policy are raised.
+    the policy are raised. `names` is the format string of the steps' folder names.
     """
 
     def choose(steps: Sequence[SavedStep]) -> set[int]:
@@ -79,7 +79,7 @@ def _warn_of_irremovable(removal: Removal) -> None:
 def drop_after(root: Storage, names: str, number: int, strategies: Strategies | None) -> tuple[int, ...]:
     """Remove the finished steps with numbers above `number`, except pinned ones; return the removed numbers.
 
-    The highest steps are removed first.
+    The highest steps are removed first. `names` is the format string of the steps' folder names.
 
     Raises:
         StorageError: Some steps can't be removed; all others were removed.
@@ -234,7 +234,7 @@ def _remove_files(root: Storage, item: StepFiles, *, part: slice) -> bool:
 
 
 def _remove_note(root: Storage, item: StepFiles) -> bool:
-    """Remove a step's folders, which are empty now, and its note, the list of files to remove.
+    """Remove a step's empty folders, and its note (the list of files to remove).
 
     The result is always True: the step is removed.
     """
@@ -253,7 +253,7 @@ _PHASES = (partial(_remove_files, part=slice(1)), partial(_remove_files, part=sl
 
 
 def _folders(root: Storage, folder: str, files: Sequence[FileMark]) -> list[str]:
-    """Return the folders inside a step's folder that its removal may leave empty, inner ones first."""
+    """Return the folders inside a step's folder that the removal of files may leave empty, inner ones first."""
     folders = {name for name in root.names(folder) if is_save_folder(name)}
     for file in files:
         parts = file.name.split("/")
@@ -276,7 +276,7 @@ def _attempt(root: Storage, folder: str, fn: Callable[[], bool], failures: list[
 
 def _raise_failures(root: Storage, failures: Sequence[str]) -> None:
     if failures:
-        fix = "Remove the causes and try again. Partly removed steps are not in steps(): call clean() for their rest."
+        fix = "Resolve the causes and try again. For partly removed steps, which steps() leaves out, call clean()."
         raise StorageError(
             error_text(f"series: steps under {root.where()!r} cannot be removed", offenders=failures, fix=fix)
         )

@@ -159,7 +159,7 @@ def with_record(request: AsyncRequest[T], place: SavePlace) -> AsyncRequest[T]:
 
 
 def nothing() -> None:
-    """Do nothing: a finalizer for ranks without a task."""
+    """Do nothing: a finalizer for the ranks that have no task when others finalize."""
 
 
 def _announce(place: SavePlace, before: list[bytes | None]) -> None:

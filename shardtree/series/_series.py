@@ -193,9 +193,9 @@ class CheckpointSeries:
             metrics: Numbers by name, for policies, the same on every rank. `note` adds later measurements.
             pinned: Whether every policy keeps the step.
             async_sharded_save: Whether to return the request instead of running it; no effect if there is a queue.
-            compare: Whether to log a warning if the saved tensors are equal to those of the step before, or differ from
-                those in memory at this call. This needs ``SaveOptions(fingerprint=True)``, and reads the tensors once
-                more.
+            compare: Whether to log a warning if the saved tensors equal the previous step's, and one if they differ
+                from those in memory at this call. This needs ``SaveOptions(fingerprint=True)``, and reads the tensors
+                once more.
             keywords: Further keyword arguments of `st.save`.
 
         Raises:
@@ -339,7 +339,7 @@ class CheckpointSeries:
                 this machine counts as interrupted once its process has ended.
 
         Returns:
-            Names of the folders of unfinished steps that still exist.
+            Names of unfinished steps' folders that were not removed.
         """
         run = partial(clean, self._storage, self.names, self.strategies, stale_after=stale_after)
         return on_rank_zero(self._ranks(), "series: clean", run)
@@ -396,5 +396,5 @@ class CheckpointSeries:
         self._alone("series: note", run, step)
 
     def _alone(self, phase: str, run: Callable[[], T], step: int | SavedStep | None) -> T:
-        """Run a function on rank 0 alone, and return its result on all ranks, which must have passed the same step."""
+        """Run a function on rank 0 alone, and return its result on all ranks; raise if they passed different steps."""
         return on_rank_zero(self._ranks(), phase, run, given={"step": alike_step(step)})

@@ -262,7 +262,7 @@ class MemorySibling:
     Attributes:
         target: Folder of the checkpoint, which is replaced.
         name: Name of the save.
-        storage: Sibling folder: new files before the exchange, old files after it.
+        storage: Storage of this folder: it has the new files until `exchange`, then the old files.
 
     Examples:
         >>> from shardtree.storage import MemoryStorage
@@ -287,13 +287,13 @@ class MemorySibling:
         self.storage = self.target.empty()
 
     def make(self, note: bytes, *, durable: bool) -> None:
-        """Register the folder with its target, and store a note that identifies the process of the save."""
+        """Add this sibling to `target.beside`, and store the bytes `note`, which identify the saving process."""
         with self.target.lock:
             self.target.beside[self.name] = self
             self._note = note
 
     def note(self) -> bytes | None:
-        """Return the note that `make` stored, or None if there is none."""
+        """Return the bytes that `make` stored to identify the saving process, or None if there are none."""
         return self._note
 
     def is_exchanged(self) -> bool | None:

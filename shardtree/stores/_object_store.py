@@ -90,7 +90,11 @@ class ObjectStorage:
         return data
 
     def _with_tag(self, name: str, most: int | None = None) -> tuple[bytes | None, Tag | None]:
-        """Return a file's bytes, and the store's identifiers of this content; None for both if the file is missing."""
+        """Return a file's bytes and their tag, its ETag and version; (None, None) if the file is missing.
+
+        Raises:
+            CorruptCheckpoint: the file has more than `most` bytes.
+        """
 
         def whole_file() -> tuple[bytes | None, Tag | None]:
             start = time.monotonic()
@@ -269,7 +273,7 @@ class ObjectStorage:
         return True
 
     def mark(self, name: str, data: bytes) -> bool:
-        """Create a small file, and return whether the store honours conditional requests; see `Capabilities`."""
+        """Create or overwrite a small file; return whether the store honours conditions (see `Capabilities.mark`)."""
         store = self._place
         try:
             self._put(name, data, "create")

@@ -225,7 +225,7 @@ def _saved_run(job: _Job, layout: Layout, place: Any, run: Run) -> tuple[_Traine
 
 
 def _resumed_runs(job: _Job, layout: Layout, places: Sequence[Any], run: Run) -> list[_Resumed]:
-    """Resume the job in a layout from each of the saves, and return the runs in the order of `places`."""
+    """Resume the job in a layout from the save in each of `places` (storages or paths), and return one run for each."""
     ranks = run(_ranks(layout), partial(_resume, job, layout, places))
     return [_gathered_run(results) for results in zip(*ranks, strict=True)]
 
@@ -254,10 +254,10 @@ _Nudged: TypeAlias = list[tuple[Reading, Reading, Reading]]
 
 
 def _train(job: _Job, layout: Layout, place: Any, world: World) -> tuple[_Trained, _Nudged]:
-    """Train, save and take further steps, on one rank; then train anew for each nudged step (see `_nudge`).
+    """Train, save and take further steps, on one rank; then call `_nudge` with each of its seeds.
 
     Returns:
-        This rank's states and samples of the run that saves; and for each nudged step, the result of `_nudge`.
+        This rank's states and samples of the run that saves; and the results of `_nudge`.
     """
     instance = job.build(layout, world)
     states, samples = {}, {}
@@ -306,7 +306,7 @@ def _gathered_run(ranks: Sequence[_Resumed]) -> _Resumed:
 
 
 def _nudged_states(ranks: Sequence[_Nudged], layout: Layout, saved: JobState) -> list[tuple[JobState, JobState]]:
-    """Return, for each nudged step, the job's state before and after it, gathered from the ranks' results of `_nudge`.
+    """Return pairs of the job's states before and after steps from slightly changed weights, gathered from the ranks.
 
     Raises:
         AssertionError: Training anew up to the save did not give the state `saved` again.

@@ -144,7 +144,7 @@ def _remove(storage: Storage, name: str) -> None:
 
 
 def _does_as_memory(storage: Storage, seen: Seen) -> None:
-    """After each operation a storage holds exactly the files that memory would hold."""
+    """After each operation a storage holds the same files as a `MemoryStorage` after the same operations."""
     capabilities, model = can(storage), cast(Storage, MemoryStorage())
     if capabilities.make_folder is None:
         model = wrapped(model, make_folder=None, is_folder=None, remove_folder=None)
@@ -196,7 +196,7 @@ def _read_in_pieces(storage: Storage, name: str) -> tuple[object, ...]:
 
 
 def _goes_on(storage: Storage, seen: Seen) -> None:
-    """The times of `changed` never go back."""
+    """The times that a storage's `changed` returns never go back."""
     times = []
     for name in ("f", "g", "f"):
         storage.replace(name, b"1", durable=False)
@@ -303,7 +303,7 @@ _MOMENT = 0.05  # seconds: only a broken lock lets a thread in meanwhile, so a s
 
 
 def _locks(storage: Storage, seen: Seen) -> None:
-    """`locked` lets in one caller at a time."""
+    """A folder's lock, taken by `locked`, is held by one caller at a time."""
     if can(storage).locked is None:
         return
     make_folder(storage, durable=False)

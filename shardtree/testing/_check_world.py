@@ -30,8 +30,8 @@ def check_world(run: Run, *, hears_of_the_dead: bool = False, hangs_after: float
     ``mpirun``, every rank calls it, and the ranks that notice a broken promise raise.
 
     Args:
-        run: Function that calls its argument on every rank, with that rank's world, and raises the errors of these
-            calls: ``lambda function: simulate(3, function)``, or, in a process that is a rank,
+        run: Function that takes a function of a world, calls it on every rank with that rank's world, and raises the
+            errors of these calls. For example ``lambda function: simulate(3, function)``; in a process that is a rank,
             ``lambda function: function(world)``. It is called several times, with the same worlds or new ones.
         hears_of_the_dead: Whether to check, last of all, that ranks get an error after another rank has ended. This
             takes as long as the world's timeout, and the world can't be used afterwards. Leave it out if the launcher
@@ -98,7 +98,7 @@ _PLANTED = "planted by check_world"
 
 
 def _is_told(world: World) -> None:
-    """An error on a rank is raised by the function that runs the ranks."""
+    """`run` raises the error of a rank that fails."""
     # Every rank raises, since a process that is one rank gets only its own errors.
     raise ValueError(f"{_PLANTED} on rank {world.rank}")
 

@@ -27,8 +27,8 @@ def read_job(job: Any, shards: Shards | None = None) -> Reading:
     Args:
         job: A mapping, a sequence or an object whose members are modules, optimizers, generators, objects with a
             ``state_dict``, and plain values.
-        shards: Function from the job to a shard for each plain tensor that is only this rank's part of a parameter or
-            buffer, by name. DTensors describe themselves.
+        shards: Function from the job to a mapping from names to shards. It has the name of each parameter and buffer
+            that is a plain tensor with only this rank's part. DTensors describe themselves.
 
     Examples:
         >>> model = torch.nn.Linear(2, 1)
@@ -94,7 +94,7 @@ def _held(tensor: torch.Tensor, shard: ShardedTensor | None) -> Any:
 
     Args:
         tensor: DTensor or plain tensor: a parameter, a buffer, or a state of one.
-        shard: Shard that describes the parameter or buffer; None if that is a whole tensor or a DTensor.
+        shard: Shard that describes the parameter or buffer; None for a whole tensor or a DTensor.
     """
     if hasattr(tensor, "to_local"):
         leaves = shards_of(apply_factories(from_dtensors({"tensor": tensor.detach()}, strided="fsdp2"))).values()

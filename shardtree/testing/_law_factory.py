@@ -37,7 +37,8 @@ from ._tensors import PRINTABLE_DTYPES, random_bits
 def glu(key: str, data: Any, rank: int = 0, ranks: int = 1, *, replica_id: ReplicaId = 0) -> ShardedTensorFactory:
     """Return the factory of a gated layer's weight; it stores the gate rows and the value rows as separate shards.
 
-    This way the weight can be loaded on any number of ranks. The factory also builds from flat ranges.
+    This way the weight can be loaded on any number of ranks. The factory's build function also accepts a flat range of
+    the weight.
 
     Args:
         key: Name of the tensor.
@@ -70,14 +71,14 @@ def glu(key: str, data: Any, rank: int = 0, ranks: int = 1, *, replica_id: Repli
 
 
 def _halves(flat: slice, volume: int) -> list[tuple[slice, slice]]:
-    """Split a flat range of a tensor of two halves.
+    """Split a flat range at the middle of a tensor that consists of two halves.
 
     Args:
         flat: Range of the flattened tensor.
         volume: Number of elements of one half.
 
     Returns:
-        For each half, the slice of the range's data that belongs to it, and the same elements as a slice of the half.
+        For each half, two slices of the same elements: one of the range's own data, one of the flattened half.
     """
     parts = []
     for begin in (0, volume):

@@ -281,7 +281,10 @@ def _merge(factory: ShardedTensorFactory, tree: Any) -> torch.Tensor:
 
 
 def _data(leaf: Any) -> Any:
-    """Return a copy of a shard's data, as a load does, so that a merge that relies on the built tensor itself fails."""
+    """Return a copy of a shard's data, or another leaf unchanged.
+
+    A load too passes new tensors to a merge, so a merge must not rely on the tensors that the factory built.
+    """
     return carried(leaf.data).clone().view(leaf.dtype) if isinstance(leaf, ShardedTensor) else leaf
 
 

@@ -186,7 +186,7 @@ def check_layout(layout: Layout) -> None:
 
 
 def check_buffer_plan(plan: BufferPlan) -> None:
-    """Raise unless each element of each parameter is in exactly one rank's range, and where the plan puts it.
+    """Raise unless each element of each parameter is in exactly one rank's range, at the planned position.
 
     Counts element by element, so keep shapes small.
 

@@ -30,9 +30,9 @@ _Filled = dict[tuple[int, int], int]
 def check_reshard_plan(plan: ReshardPlan) -> None:
     """Raise unless a plan fills its target, moves no more than it must, and reports its own totals correctly.
 
-    Each element of each target shard must be written once, from a shard on the rank that the plan names; when it is
-    written, this shard must already have the element. A rank may receive only elements that it holds afterwards and
-    didn't hold before. The reference visits every element, so keep shapes small.
+    Each element of each target shard must be written once, from a shard on the rank that the plan names. That is a
+    source shard, or a target shard into which an earlier transfer has written the element. A rank may receive only
+    elements that it holds afterwards and didn't hold before. The reference visits every element, so keep shapes small.
 
     Args:
         plan: The plan to check.
@@ -162,8 +162,8 @@ def check_reshard(
 ) -> None:
     """Raise unless resharding gives each target the trees' elements, bit for bit, and can be undone.
 
-    With a plan alone it checks that each element of each target is written once, from the same element, and that no
-    more bytes move than necessary.
+    With a plan alone it checks that each element of each target is written once, from the same element of the same
+    tensor, and that no more bytes move than necessary.
 
     The trees together must hold whole tensors; the reference assembles them element by element, so keep shapes small.
     If the targets hold all elements too, resharding back must give the trees again. Arguments must not change, and
@@ -219,7 +219,7 @@ def _contents(tree: Any) -> tuple[dict[TreePath, Any], dict[TreePath, Any]]:
 
     Returns:
         The leaves of the tree itself, where factories are compared without their data; and the leaves after factories
-        were built, without the local objects.
+        were built, without those that aren't stored (`LocalNonpersistentObject`).
     """
     leaves = [
         (path, leaf.without_data() if isinstance(leaf, ShardedTensorFactory) else leaf)

@@ -176,8 +176,8 @@ def _whole_tensor(place: Place, by_rank: Mapping[int, Sequence[ShardedTensor]]) 
         by_rank: Shards of each rank.
 
     Returns:
-        The whole tensor; and by rank, for ranks whose elements differ from those of a lower rank, a copy with their own
-        elements.
+        The whole tensor, and a dict of its copies by rank. A rank that disagrees with a lower rank has a copy there,
+        with its own elements.
     """
     first = next(iter(by_rank.values()))[0]
     shape, dtype = first.global_shape, first.dtype
@@ -206,7 +206,7 @@ def _whole_tensor(place: Place, by_rank: Mapping[int, Sequence[ShardedTensor]]) 
 
 
 def together(problems: Iterable[ResumeProblem]) -> list[ResumeProblem]:
-    """Return problems, with those that differ only in their keys merged into one.
+    """Merge problems that differ only in their keys, and return the results.
 
     Examples:
         >>> [problem.keys for problem in together(ResumeProblem((key,), "step", "stale", "") for key in "ab")]

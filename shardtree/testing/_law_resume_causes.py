@@ -204,7 +204,7 @@ def _earlier(place: Place, found: Any, known: Known, rank: int) -> str | None:
 
 
 def _elsewhere(place: Place, found: Any, saved: JobState) -> str | None:
-    """Return the cause of a wrong value if it is that of another parameter, or of another state; else None."""
+    """Return the cause if `found` is the saved value of another parameter or another state; else None."""
     key, state = place
     setting = state.startswith("group[")
     # Single numbers, such as step counts, may be equal by accident.
@@ -222,7 +222,7 @@ def _elsewhere(place: Place, found: Any, saved: JobState) -> str | None:
 
 
 def _rearranged(found: torch.Tensor, expected: torch.Tensor) -> str | None:
-    """Return the cause of a wrong value if it is the expected one rounded, permuted or scaled; else None."""
+    """Return the cause if `found` is the expected value, but rounded, permuted or scaled; else None."""
     if expected.is_floating_point():
         for dtype in _NARROW:
             narrower = dtype.itemsize < expected.dtype.itemsize

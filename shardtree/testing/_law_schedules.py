@@ -210,7 +210,7 @@ def element_numbers(columns: ShardColumns, row: int, keys: tuple[str, ...]) -> C
 
 
 def _numbers(key: int, offset: Column, shape: Column) -> Column:
-    """Return the numbers that identify a box's elements, in row-major order.
+    """Return integers that identify a box's elements among those of all tensors, in row-major order.
 
     Args:
         key: Index of the tensor's key.
@@ -257,7 +257,7 @@ def _check_pieces(transfers: Transfers, schedule: Schedule) -> None:
 
 
 def _used(schedule: Schedule) -> Counter[tuple[int, int]]:
-    """Return the number of bytes that each rank sends and receives in each step, by (step, rank)."""
+    """Return the sum of the bytes that a rank sends and receives in a step, by (step, rank)."""
     nbytes_in_flight: Counter[tuple[int, int]] = Counter()
     columns = (schedule.step, schedule.from_rank, schedule.to_rank, schedule.nbytes)
     for step, source, target, nbytes in zip(*(column.tolist() for column in columns), strict=True):
@@ -267,7 +267,7 @@ def _used(schedule: Schedule) -> Counter[tuple[int, int]]:
 
 
 def _check_no_idle_pairs(plan: ReshardPlan, schedule: Schedule, used: Counter[tuple[int, int]]) -> None:
-    """Raise if a pair of ranks waits in a step although an element is ready for it, and both ranks have room for it."""
+    """Raise if a rank could send an element in an earlier step, within the byte limit of sender and receiver."""
     hop, size = plan.transfers.hop[schedule.transfer], plan.target.item_size[plan.transfers.key[schedule.transfer]]
     last: dict[tuple[int, int, int], tuple[int, int]] = {}  # (hop, from, to): the last step, the largest element
     for piece in range(len(schedule)):

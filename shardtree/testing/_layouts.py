@@ -152,7 +152,7 @@ def _grid_cells(edges: list[list[int]]) -> list[Box]:
 
 @st.composite
 def regular_cells(draw: st.DrawFn, shape: tuple[int, ...]) -> Cells:
-    """Return a strategy for equal cuts of each axis; it shrinks to no cuts."""
+    """Return a strategy for equal cuts of each axis; its simplest example is one uncut box."""
     counts = [draw(st.sampled_from([n for n in (1, 2, 3, 4) if size % n == 0] if size else [1])) for size in shape]
     edges = [[size // n * i for i in range(n + 1)] for size, n in zip(shape, counts, strict=True)]
     return _grid_cells(edges), tuple(counts)
@@ -313,7 +313,7 @@ def even_layout(global_shape: tuple[int, ...], ranks: int, axis: int | None = No
 
 
 def prependable(shape: tuple[int, ...], most: int) -> int:
-    """Return the largest number of axes that can be prepended with at most `most` shards.
+    """Return the largest number of leading axes that can be prepended if a tensor has at most `most` shards.
 
     A tensor with prepended axes needs a shard for each index along them.
     """

@@ -136,7 +136,13 @@ def optimizer_layouts(draw: st.DrawFn, state: OptimizerState) -> dict[str, Layou
 
 @st.composite
 def _layout_of_pieces(draw: st.DrawFn, shape: tuple[int, ...], prepended: int) -> Layout:
-    """Return a strategy for layouts with each piece on a separate rank."""
+    """Return a strategy for layouts with each piece on a separate rank.
+
+    Args:
+        draw: Draw function that Hypothesis's `composite` passes. Callers omit it, and get a strategy.
+        shape: Shape of the parameter.
+        prepended: Number of prepended leading axes.
+    """
     layout = draw(layouts(shape, 3, prepended=prepended).filter(_is_unambiguous))
     pieces = tuple(replace(piece, rank=rank) for rank, piece in enumerate(layout.pieces))
     return replace(layout, ranks=len(pieces), pieces=pieces)

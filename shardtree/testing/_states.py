@@ -151,7 +151,7 @@ def target_tree(state: GlobalState, layout: Mapping[str, Layout], rank: int) -> 
 
 
 def _objects(key: str, values: Sequence[Any], rank: int, ranks: int) -> list[ShardedObject]:
-    """Return a rank's elements of an array of objects; each element is on two ranks, if there are two."""
+    """Return a rank's objects of an array of objects; each object is on two ranks, unless the job has only one."""
     shape, holders = (len(values),), range(min(ranks, 2))
     return [
         ShardedObject(key, value, shape, (number,), replica)

@@ -52,7 +52,8 @@ def tight(move: Move, shape: tuple[int, ...], most: int = MOST) -> Iterator[tupl
 def _divided(move: Move, shape: tuple[int, ...], most: int) -> Iterator[tuple[Move, int]]:
     """Split a move, and yield pairs: a part, and the upper bound of the number of boxes for this part.
 
-    A run of elements that extends beyond the end of a tensor's row is split there. Other moves are split along a loop.
+    A `Move` is a nest of loops. A loop that crosses the end of an axis of the tensor is split there. Otherwise the
+    parts are the iterations of one loop; if these are more than `most`, the whole move is the only part.
 
     Args:
         move: Move from a dense tensor.

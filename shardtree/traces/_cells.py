@@ -28,7 +28,7 @@ OTHER_SIZE = "the new elements would be parts or groups of the recorded ones"
 
 
 class Tracer(torch.Tensor):
-    """A tensor without data: a view of a `MemoryCell` (a storage's record) with the shape and strides of `meta`."""
+    """A tensor without data: a view, with `meta`'s shape and strides, of a storage's recorded elements (`cell`)."""
 
     record: Cells
     cell: MemoryCell
@@ -76,7 +76,7 @@ class Tracer(torch.Tensor):
 
     @property  # torch's own would leave the cell and the meta tensor as they were
     def data(self) -> Tracer:
-        """The same tensor without gradients; setting it to a tracer makes this tensor a view of that tracer's cell."""
+        """The same tensor without gradients; setting it to a tracer makes this one a view of that tracer's storage."""
         return self.detach()  # type: ignore[return-value]
 
     @data.setter
@@ -164,9 +164,9 @@ class Cells(TorchDispatchMode):
     A source is an input of the traced code. An ordinary tensor is no `Tracer`: it has memory, except on meta.
 
     Attributes:
-        cells: Cells of the storages of ordinary tensors, by the storages' addresses.
+        cells: Records (`MemoryCell`) of the storages of ordinary tensors, by the storages' addresses.
         lent: Storages whose memory the code gave to other objects, by address: (weak reference, function and line).
-        refusals: Refusals of the run.
+        refusals: Errors of the run, for operations that can't be recorded.
     """
 
     def __init__(self) -> None:
@@ -187,7 +187,7 @@ class Cells(TorchDispatchMode):
         raise NotImplementedError
 
     def source(self, name: str, kind: Kind) -> Tracer:
-        """Return a new tracer that stands for a source."""
+        """Return a new tracer for a source, an input of the traced code, with the given name, shape and dtype."""
         with torch._C._DisableTorchDispatch():
             meta = torch.empty(kind.shape, dtype=kind.dtype, device="meta")
         return Tracer(self, MemoryCell(kind.numel, kind.dtype, whole(name, kind.numel)), meta)
@@ -197,7 +197,7 @@ class Cells(TorchDispatchMode):
         return Tracer(self, MemoryCell(meta.untyped_storage().nbytes() // meta.itemsize, meta.dtype), meta)
 
     def find_cell(self, tensor: torch.Tensor) -> MemoryCell | None:
-        """Return the cell of a tensor's storage; None for an ordinary tensor that has none yet."""
+        """Return the record (`MemoryCell`) of a tensor's storage; None if it has none yet."""
         if isinstance(tensor, Tracer):
             return tensor.cell
         if not is_ordinary(tensor):
@@ -211,7 +211,7 @@ class Cells(TorchDispatchMode):
         return cell
 
     def cell(self, tensor: torch.Tensor) -> MemoryCell:
-        """Return the cell of a tensor's storage; a new cell begins with the elements in memory, or none on meta."""
+        """Return the record (`MemoryCell`) of a tensor's storage; a new one holds the elements that are in memory."""
         cell = self.find_cell(tensor)
         if cell is None:
             if not is_ordinary(tensor):
@@ -243,7 +243,7 @@ class Cells(TorchDispatchMode):
         return (*reread(cell.dtype, view.dtype), *seen_through(view))
 
     def reads(self, tensor: torch.Tensor, into: Sequence[int], to: int = 0) -> list[Move]:
-        """Return moves that copy a tensor's elements to a destination with strides `into` and offset `to`."""
+        """Return moves that copy a tensor's elements into a flat tensor, with strides `into` from offset `to` on."""
         view, cell = tensor.meta if isinstance(tensor, Tracer) else tensor, self.cell(tensor)
         read = read_of(int(view.storage_offset()), view.shape, into, view.stride(), to)
         cell.used.append(read)
@@ -315,7 +315,7 @@ class Cells(TorchDispatchMode):
                 self.own_storages.setdefault(storage._cdata, _weak_reference(storage))
 
     def is_own(self, tensor: torch.Tensor) -> bool:
-        """Return whether the code may change a tensor's memory: memory that it created, or gave to other objects."""
+        """Return whether the code may change a tensor's memory: it created the memory or shared it with other code."""
         with self.lock, torch._C.DisableTorchFunction():
             storage = tensor.untyped_storage()._cdata
             return storage in self.own_storages or storage in self.lent
@@ -343,7 +343,7 @@ class Cells(TorchDispatchMode):
         return ", ".join(shorten(roots, shown=3)) or "a new tensor"
 
     def is_blank(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor is on meta and holds no elements of sources."""
+        """Return whether a tensor is on meta, and no elements of sources (the code's inputs) are recorded in it."""
         return not isinstance(tensor, Tracer) and tensor.is_meta and not self.has_sources(tensor)
 
     def has_sources(self, tensor: torch.Tensor) -> bool:

@@ -54,7 +54,7 @@ def note_constants(record: Cells, func: Any, args: Sequence[Any], kwargs: Mappin
 
 
 def write_constant(record: Cells, into: torch.Tensor, value: torch.Tensor) -> None:
-    """Record that an ordinary tensor's elements are written to another tensor, as constants.
+    """Record that elements of an ordinary tensor (no `Tracer`) are written to another tensor, as constants.
 
     Args:
         record: Record of the run.
@@ -73,9 +73,10 @@ def write_constant(record: Cells, into: torch.Tensor, value: torch.Tensor) -> No
 
 
 def computed(record: Cells, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return an operation's result on constants, computed on the CPU; None if some elements are not known.
+    """Return an operation's result, computed on the CPU; None if its arguments' elements are unknown or too many.
 
-    If all tensor arguments are on meta, the result is on meta too, unless the operation has an argument `device`.
+    If all tensor arguments are on meta, the result is a meta tensor, and its elements are recorded. It stays on the CPU
+    if the operation has an argument `device`.
     """
     value = _computed(record, func, args, kwargs)
     is_away = not any(isinstance(tensor, Tracer) or not tensor.is_meta for tensor in tensors_in(args, kwargs))
@@ -108,7 +109,7 @@ def _given(record: Cells, value: Any) -> Any:
 def change_constants(record: Cells, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
     """Record an in-place operation on constants.
 
-    If some of the elements are unknown, or the operation is random, the changed tensors count as never written.
+    If some operand's elements are unknown, or the operation is random, the changed tensors' elements become unknown.
 
     Returns:
         The tensors that the operation changes.

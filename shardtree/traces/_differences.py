@@ -49,7 +49,7 @@ class Difference:
 
     @property
     def what(self) -> str:
-        """The number of elements that differ, and their description in each trace."""
+        """The number of elements that differ, and the descriptions `here` and `there`, as text."""
         return (
             f"{plural(self.elements, 'element')} {'is' if self.elements == 1 else 'are'} {self.here}, not {self.there}"
         )
@@ -96,12 +96,12 @@ def same(one: Moves, other: Moves) -> bool:
 
 
 def _same(piece: Move, move: Move) -> bool:
-    """Return whether two traces write equal elements to the same positions of an output.
+    """Return whether two traces give some positions of an output equal elements.
 
     Args:
-        piece: Move that relates the elements' origins: it reads them in the root of the other trace's move, and writes
-            them to their positions in the root of `move`.
-        move: Move of this trace to these positions of the output.
+        piece: Origins of the elements in both traces, encoded as a move from the origins in the other trace's root to
+            those in the root of `move`.
+        move: Move of this trace that writes the elements.
     """
     mine, theirs = move.root, piece.root
     if isinstance(mine, str) or isinstance(theirs, str):

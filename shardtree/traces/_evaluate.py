@@ -29,8 +29,8 @@ def filled(
         into: New tensor, all of whose elements are overwritten.
         moves: Moves into the flat tensor.
         sources: Dense sources by name.
-        unwritten: Function that is called if no move writes some elements: it takes their number, and returns the
-            number to fill them with, or raises.
+        unwritten: Function that is called if some elements are written by no move. It takes their count, and returns
+            the value to fill them with, or raises.
     """
     if missing := into.numel() - sum([move.numel for move in moves]):
         fill = unwritten(missing)
@@ -73,7 +73,7 @@ def gone_through(value: torch.Tensor, via: Sequence[Callable[[torch.Tensor], tor
 
 
 def operand_moves(operand: Operand, move: Move) -> list[Move]:
-    """Return the moves into a dense tensor that gets one part of an operand: the elements that `move` needs.
+    """Return moves that copy into a dense tensor those elements of an operand that `move` needs.
 
     The dense tensor has the shape ``move.size``, or no axes if the operand has none.
 

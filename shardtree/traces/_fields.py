@@ -1,4 +1,4 @@
-"""The fields of a trace, as a base class: functions of this package take `Fields`, and `Trace` adds methods."""
+"""`Fields`, the base class of `Trace`: modules that `Trace` itself imports take it instead."""
 
 from __future__ import annotations
 
@@ -20,5 +20,5 @@ class Fields:
     overwritten: Mapping[str, Moves] = field(default_factory=dict)
 
     def root_shape(self, move: Move) -> tuple[int, ...]:
-        """Return the shape of a move's root; constants and computed tensors are flat."""
+        """Return the shape of a move's root, the tensor that it reads; constants and computed tensors are flat."""
         return self.sources[move.root].shape if isinstance(move.root, str) else (move.last + 1,)

@@ -150,7 +150,11 @@ def gather(record: Cells, tensor: torch.Tensor, dim: int, index: Array) -> Trace
 def positions_along(
     tensor: torch.Tensor, indices: Sequence[torch.Tensor | None], dim: int
 ) -> tuple[Array, tuple[int, ...]]:
-    """Return the selected positions along an axis, and the shape that replaces this axis in the result."""
+    """Return the positions that ``indices[dim]`` selects along axis `dim`, and the shape that replaces this axis.
+
+    The positions are flat and not negative. The shape is that of the index tensor; a mask gives a single axis, with the
+    number of positions.
+    """
     index: Any = indices[dim]
     positions = _positions(index, tensor.shape[dim])
     return positions, (len(positions),) if _is_mask(index) else tuple(index.shape)
@@ -176,7 +180,7 @@ def _index(record: Cells, func: Any, tensor: torch.Tensor, indices: Sequence[tor
 
 
 def check_numbers(record: Cells, func: Any, tensor: torch.Tensor) -> None:
-    """Raise if a tensor has too many elements to number them."""
+    """Raise if a tensor has too many elements for an operation that is recorded by numbering them."""
     if tensor.numel() > MOST_NUMBERS:
         why = f"this operation is recorded for tensors of at most {MOST_NUMBERS} elements"
         record.refuse(operator_name(func), [tensor], why=why)

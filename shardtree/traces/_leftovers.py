@@ -89,7 +89,7 @@ Held = dict[str, tuple[Any, Any]]
 
 
 def _held(attributes: Mapping[str, Any]) -> Held:
-    """Return attributes by name, each as a pair: the value, and a copy of it if it is a container, else None."""
+    """Return pairs by attribute name: the attribute's value, and a copy of it if it is a container, else None."""
     return {name: (value, _copied(value)) for name, value in attributes.items()}
 
 

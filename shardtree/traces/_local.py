@@ -82,14 +82,14 @@ def localized(
 def _from_boxes(
     moves: Sequence[Move], part: Trace, reads: Reads, numbers: Mapping[tuple[str, Box], int], most: int
 ) -> Iterator[Move]:
-    """Yield the moves from boxes of sources that replace given moves from whole sources.
+    """Yield moves that do the same as the given ones, but read boxes of the sources instead of whole sources.
 
     Args:
         moves: Moves from whole sources.
         part: Trace to which the moves belong.
         reads: Boxes that the moves read.
         numbers: Number of each box, by (source's name, box); it becomes the name of the box as a source.
-        most: Approximate upper bound of the number of boxes for each move, as for `reads`.
+        most: Approximate upper bound of the number of boxes for each move; the value with which `reads` was computed.
     """
     for move in moves:
         if isinstance(move.root, str):
@@ -134,7 +134,7 @@ def _lazy_output(trace: Trace, name: str, lazies: Mapping[str, LazyTensor], fill
 
 
 def _description(value: Any) -> Any:
-    """Return moves and their steps as nested lists of numbers and text, which identify them."""
+    """Return nested lists of numbers and texts that identify moves, or the part of a move that `value` is."""
     if isinstance(value, Moves | tuple | list):
         return [_description(each) for each in value]
     if isinstance(value, Constant):

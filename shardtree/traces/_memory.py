@@ -38,7 +38,7 @@ class Watch(TorchFunctionMode):
         return rule(self.record, func, args, kwargs or {})
 
     def show(self, name: str, func: Callable[..., Any], args: Args, kwargs: Options) -> Any:
-        """Handle a call that torch shows to no function mode: let ``SHOWN[name]`` make it, and return its result."""
+        """Apply the rule ``SHOWN[name]`` to a call that torch passes to no function mode; return the call's result."""
         return func(*args, **kwargs) if self.record.is_done else SHOWN[name](self.record, func, args, kwargs)
 
 
@@ -58,7 +58,7 @@ def _name(func: Any) -> str:
 
 
 def _set_data(record: Cells, func: Callable[..., Any], args: Args, kwargs: Options) -> Any:
-    """Set a tensor's data. With a tracer as data it becomes a tracer itself: torch would leave it without memory."""
+    """Set a tensor's data. If the new data are a `Tracer`, which has no memory, turn the tensor into a tracer too."""
     if isinstance(args[1], Tracer):
         return become(args[0], args[1])
     if is_ordinary(args[0]):
@@ -68,7 +68,11 @@ def _set_data(record: Cells, func: Callable[..., Any], args: Args, kwargs: Optio
 
 
 def _read_number(record: Cells, func: Callable[..., Any], args: Args, kwargs: Options) -> Any:
-    """Return the number that a constant tensor holds, or a `Number` for `item` of a traced element."""
+    """Return a tensor's elements as Python numbers, for `item`, `tolist` and conversions such as `int`.
+
+    If the element comes from a source (an input of the traced code), `item` returns a `Number`, which is a tensor, and
+    the other functions raise an error.
+    """
     tensor = args[0]
     if record.held(tensor) is None and not (tensor.is_meta and is_ordinary(tensor)):
         return func(*args, **kwargs)
@@ -161,7 +165,7 @@ def _give(record: Cells, func: Callable[..., Any], args: Args, kwargs: Options) 
 
 
 def _place(record: Cells, func: Callable[..., Any], args: Args, kwargs: Options) -> Any:
-    """Return a fact about where a tensor's memory lies, such as `is_pinned`; a tracer claims to be on the CPU."""
+    """Return the result of `is_pinned`, `is_shared` or `__dlpack_device__`; for a tracer, that of a CPU tensor."""
     if isinstance(args[0], Tracer):
         return (1, 0) if func is _T.__dlpack_device__ else False  # DLPack's number of the CPU
     with torch._C._DisableTorchDispatch():
@@ -182,7 +186,8 @@ def _interface(record: Cells, func: Callable[..., Any], args: Args, kwargs: Opti
 def _storage(record: Cells, func: Callable[..., Any], args: Args, kwargs: Options) -> Any:
     """Return a tensor's storage; for traced code it is a proxy, a `LentStorage`.
 
-    Once the code uses more of the proxy than facts such as its address and size, the memory counts as given to others.
+    If the code uses the proxy for more than its address, size and the like, the trace assumes that untraced objects
+    share the memory.
     """
     tensor = args[0]
     is_untyped = func is _T.untyped_storage

@@ -1,4 +1,4 @@
-"""The record of one storage's elements while traced code runs: their origins, and overwritten ones.
+"""`MemoryCell`, the record of one storage while traced code runs: origins of its elements, and overwritten elements.
 
 A move (`Move`) is a strided copy into the flat storage. It reads a root: a source, a constant or a computed tensor.
 """
@@ -55,7 +55,7 @@ class MemoryCell:
 
         Args:
             old: Moves of the old elements, which are no longer in `writes`.
-            holes: Identity moves on the flat indices that are written.
+            holes: Flat indices that are written, encoded as moves from each index to itself.
             moves: Moves of the new elements to these indices.
         """
         lost = [move for move in old if not isinstance(move.root, Constant)]
@@ -85,7 +85,7 @@ class MemoryCell:
 
 
 def constant_move(elements: torch.Tensor) -> Move:
-    """Return the move that copies a flat tensor from a `Constant`; if all elements are equal, it stores only one."""
+    """Return the move that copies a flat tensor from a new `Constant`, which stores one element if all are equal."""
     count = elements.numel()
     values = as_integers(elements)  # by bits: 0.0 isn't -0.0
     rows = values if elements.itemsize < 16 else bits(elements).reshape(count, -1)

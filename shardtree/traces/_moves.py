@@ -36,7 +36,7 @@ class Move(NamedTuple):
     """Elements ``at + sum(i * from_step)`` of a root go to ``to + sum(i * to_step)``, for each index i of the loops.
 
     Attributes:
-        root: Name of a source, a `Constant`, or a `Computed` tensor; None in the reads that `Moves.find` takes.
+        root: A `Constant`, a `Computed`, or a source's name; None in the reads that `Moves.find` takes.
         to: Flat index of the first element in the destination.
         at: Flat index of the first element in the root.
         loops: Triples (count, to_step, from_step); steps in the destination are positive, those in the root may be 0.
@@ -61,12 +61,12 @@ class Move(NamedTuple):
 
     @property
     def end(self) -> int:
-        """The largest flat index of the destination that is written."""
+        """The largest flat index that is written in the destination: the last one, not one past it."""
         return self.to + sum([(count - 1) * step for count, step, _ in self.loops])
 
     @property
     def last(self) -> int:
-        """The largest flat index of the root that is read."""
+        """The largest flat index that is read in the root: the last one, not one past it."""
         return self.at + sum([(count - 1) * step for count, _, step in self.loops])
 
 
@@ -81,7 +81,7 @@ def whole(root: Any, numel: int) -> tuple[Move, ...]:
 
 
 def normal(move: Move) -> Move:
-    """Return the same move with loops in the destination's order, merged where they are contiguous on both sides.
+    """Return an equal move: loops sorted by destination step, largest first, and merged if contiguous on both sides.
 
     Examples:
         >>> normal(Move("w", 0, 4, ((3, 1, 1), (2, 3, 3)))).loops
@@ -138,7 +138,7 @@ def nested(move: Move) -> Iterator[Move]:
 
 
 class Moves(Sequence[Move]):
-    """Nested moves into one flat destination, without overlaps, in the order of their starts."""
+    """Nested moves (see `is_nested`) into one flat destination, without overlaps, in the order of their starts."""
 
     __slots__ = ("_lows", "_moves", "_tops")
 
@@ -247,9 +247,10 @@ def _span(loops: Sequence[Loop], steps: Sequence[int]) -> int:
 
 
 def _cut_at_carry(read: Move, steps: list[int], weight: int, at: int) -> tuple[Move, ...]:
-    """Return a read cut in two, or with one loop split in two, so that its steps carry less often (see `_meet`).
+    """Split a read in two, or one of its loops into two nested ones, to reduce carries (see `_meet`).
 
-    `steps` and `at` are the read's steps and first index modulo `weight`, which is the step of a loop of the write.
+    `at` and `steps` are the read's first index and steps modulo `weight`, the step of one of the write's loops. A carry
+    is a sum of these remainders that reaches `weight`.
     """
     loops = read.loops
     moving = [number for number, step in enumerate(steps) if step and loops[number][0] > 1]
@@ -283,7 +284,7 @@ class Written(Moves):
     __slots__ = ()
 
     def add(self, move: Move) -> None:
-        """Add a nested move. No other move may write the same elements of the destination."""
+        """Add a move for which `is_nested` is true. No other move may write the same elements of the destination."""
         place = bisect_right(self._lows, move.to)
         self._lows.insert(place, move.to)
         self._moves.insert(place, move)
@@ -291,7 +292,7 @@ class Written(Moves):
         self._renew_tops(place, place + 1)
 
     def _renew_tops(self, first: int, least: int) -> None:
-        """Recompute `_tops` from index `first` on; stop at the first unchanged value whose index is `least` or more."""
+        """Recompute maxima in `_tops` from index `first` on; stop at an unchanged one with index `least` or more."""
         top = self._tops[first - 1] if first else -1
         for number in range(first, len(self._moves)):
             top = max(top, self._moves[number].end)
@@ -300,7 +301,7 @@ class Written(Moves):
             self._tops[number] = top
 
     def take(self, out: Move) -> list[Move]:
-        """Remove the parts of moves that write the same elements as the nested move `out`, and return these parts."""
+        """Remove and return the parts of moves that write the same elements as `out`; `is_nested(out)` must be true."""
         moves: list[Move] = []
         hole, changes = Moves([out]), list[tuple[int, list[Move]]]()
         which = self.near(out.to, out.end)
@@ -331,10 +332,10 @@ class Written(Moves):
 
 
 def rolled(moves: Iterable[Move]) -> list[Move]:
-    """Return equivalent moves, sorted by their starts, with repetitions at equal distances joined into one move.
+    """Return equivalent moves, sorted by `to`, with moves that repeat at equal distances joined into one move.
 
-    So a gather by a regular index is one move, as the equivalent view is. If that doesn't halve the number of moves, as
-    for a random permutation, only contiguous ones are joined.
+    So a gather by a regular index becomes a single move, like a strided view. If that doesn't halve the number of
+    moves, as for a random permutation, only contiguous moves are joined.
 
     Examples:
         >>> rolled([Move("w", 4 * row, 8 * row, ((4, 1, 1),)) for row in range(3)])
@@ -348,7 +349,7 @@ def rolled(moves: Iterable[Move]) -> list[Move]:
 
 
 def _join_runs(moves: list[Move]) -> list[Move]:
-    """Return moves with contiguous ones of equal steps joined into one."""
+    """Return moves in which two neighbours are joined if the second continues the loops of the first."""
     new: list[Move] = []
     for move in moves:
         if new and (longer := _longer(new[-1], move)) is not None:

@@ -64,7 +64,12 @@ def _record_copy(record: Cells, func: Any, tensor: torch.Tensor, **kwargs: Any) 
 
 
 def _fill_rule(value: int | None, place: int = 0) -> Callable[..., torch.Tensor]:
-    """Return the rule of an operation that fills a new tensor with `value`; if None, with argument number `place`."""
+    """Return a rule, a function that records an operation, for operations that fill a new tensor, such as `full`.
+
+    Args:
+        value: Number that fills the tensor; None if the operation has an argument for it.
+        place: Position of this argument.
+    """
 
     def rule(record: Cells, func: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         return fill(record, func, _made_like(record, func, args, kwargs), args[place] if value is None else value)
@@ -217,7 +222,10 @@ def check_cast(record: Cells, name: str, result: torch.Tensor, into: torch.Tenso
 def write_out(
     record: Cells, func: Any, out: torch.Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> torch.Tensor:
-    """Record a copy of a result to ``out=``, which torch resizes to the result's shape if it is empty."""
+    """Run an operation without ``out=``, record that its result is copied to `out`, and return `out`.
+
+    An ordinary tensor without elements is first resized to the result's shape, as by torch.
+    """
     options = {word: value for word, value in kwargs.items() if word != "out"}
     is_elementwise = operator_name(func) in ELEMENTWISE
     check_apart(record, "out=", out, tensors_in(args, options), may_be_same=is_elementwise)
@@ -238,7 +246,7 @@ def write_out(
 
 
 def _rehearse(func: Any, out: torch.Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Call a function on small tensors with ``out=``, so that torch raises an error if it can't cast to that dtype."""
+    """Call a function on small tensors, so that torch raises an error if it can't cast the result to `out`'s dtype."""
 
     def zero(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):

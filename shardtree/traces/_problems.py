@@ -56,7 +56,7 @@ class Problem:
 
     @property
     def what(self) -> str:
-        """The number of elements, and what the trace does to them."""
+        """The number of elements and their problem, as text, such as "2 elements are never written"."""
         return f"{plural(self.elements, 'element')} {_WHAT[self.kind][self.elements != 1]}"
 
 
@@ -104,7 +104,7 @@ def _output_problems(trace: Fields, name: str, label: str) -> Iterator[Problem]:
 
 
 def _is_known(move: Move) -> bool:
-    """Return whether all elements that a computed element depends on were written."""
+    """Return whether all operands' elements that a move from a `Computed` needs were written; True for other moves."""
     if not isinstance(move.root, Computed):
         return True
     pairs = [(operand, operand_moves(operand, move)) for operand in move.root.tensors]
@@ -113,10 +113,10 @@ def _is_known(move: Move) -> bool:
 
 
 def _bends(move: Move, shape: tuple[int, ...], root: tuple[int, ...]) -> bool:
-    """Return whether a move hints at a reshape where a transpose was meant.
+    """Return whether a move looks like a reshape where a transpose was meant.
 
-    Then elements along one axis of the output come from several axes of the root, and elements along one of these go to
-    several axes of the output. No split, merge or permutation of axes does this.
+    In such a move, one axis of the output gets elements from several axes of the root. One of these axes of the root
+    also has elements for several axes of the output. No split, merge or permutation of axes does both.
 
     Args:
         move: Move from a root to an output.

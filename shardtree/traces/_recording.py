@@ -39,8 +39,8 @@ def _needs_elements(func: Any, error: Exception) -> bool:
 class RecordingMode(Cells):
     """The dispatch mode of one run, which records each of torch's operations.
 
-    Traced values are elements that only the record has. An ordinary tensor is torch's own, such as a parameter, and may
-    have them too, once a write to it was recorded. The code is the traced function and all that it calls.
+    The code is the traced function and all that it calls. Traced values are elements that are in the record, but not in
+    memory. A `Tracer` has them; so has an ordinary tensor, such as a parameter, after a write to it was recorded.
     """
 
     @classmethod
@@ -79,7 +79,7 @@ class RecordingMode(Cells):
         return result
 
     def _is_reshaping(self, func: Any, tensors: list[torch.Tensor]) -> bool:
-        """Return whether an operation turns an ordinary tensor into another view of its storage, in place."""
+        """Return whether an operation, such as `t_`, makes an ordinary tensor another view of the same storage."""
         if (name := operator_name(func)) not in _REPLACING or not is_ordinary(tensors[0]):
             return False
         if not self.is_own(tensors[0]):
@@ -148,9 +148,9 @@ class RecordingMode(Cells):
         return args[0].untyped_storage()._cdata not in self.own_storages or args[0].device.type == "meta"
 
     def _models_among(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-        """Return the ordinary tensors that an operation changes although the code didn't create them.
+        """Return the tensors, such as a model's parameters, that an operation changes and the code didn't create.
 
-        Such a change is only recorded: the tensors keep the elements in their memory.
+        Such a change is only recorded; the tensors' memory isn't changed. Tensors on meta are left out.
         """
         if not func._schema.is_mutable or operator_name(func) == "set_":
             return []
@@ -161,7 +161,7 @@ class RecordingMode(Cells):
         ]
 
     def _record_change(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Record an operation that changes tensors from outside the code, such as parameters; their memory stays."""
+        """Record a change of tensors that the code didn't create, such as parameters; their memory isn't changed."""
         for tensor in self._models_among(func, args, kwargs):
             self.cell(tensor).is_ahead = True  # from here on, their elements are read from the record
         return self._record_traced(func, args, kwargs)
@@ -257,7 +257,7 @@ class RecordingMode(Cells):
         return result
 
     def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """Note the tensors that an operation has made or changed. Torch has executed it, without traced values."""
+        """Note the tensors that an operation has made or changed, after torch has executed it."""
         name = operator_name(func)
         if name == "set_":
             # The code has the storage. Torch's own functions call `set_`, too, but the watch isn't active there.

@@ -1,6 +1,6 @@
-"""Steps of moves, which are casts and functions of each element; and two kinds of root, `Constant` and `Computed`.
+"""Casts and functions that elements pass through in a move; and `Constant` and `Computed`, from which moves can read.
 
-A move (`Move`) copies elements from its root, one of these or a source. All compare exactly: 0.0 and -0.0 differ.
+A move (`Move`) copies elements from a source, a `Constant` or a `Computed`. Comparisons are exact: 0.0 isn't -0.0.
 """
 
 from __future__ import annotations
@@ -74,11 +74,11 @@ def exactly(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """A root of moves whose elements come from no source, such as zeros of padding.
+    """Elements that a `Move` copies, but that come from no source, such as zeros of padding.
 
     Attributes:
-        value: Flat tensor of the elements; if all are equal, it has only one. As an argument of a `Function` or
-            `Computed` it is a tensor without axes.
+        value: Flat tensor of the elements, with only one element if all are equal. If the constant is an argument of a
+            `Function` or `Computed`, `value` has no axes.
     """
 
     value: torch.Tensor
@@ -214,7 +214,7 @@ class Operand:
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """A root of computed elements. Each is a function of the elements of several tensors at the same position.
+    """The result of an elementwise operator on several tensors, from which a move (`Move`) can read its elements.
 
     Attributes:
         func: Operator.
@@ -338,7 +338,7 @@ def reread(source: torch.dtype, dtype: torch.dtype) -> tuple[Bits, ...]:
 
 
 def joined(first: tuple[Any, ...], then: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return two sequences of steps as one, without steps that undo each other.
+    """Concatenate two sequences of steps (casts and functions), and leave out steps that undo each other.
 
     Examples:
         >>> joined(cast(torch.bfloat16, torch.float32), cast(torch.float32, torch.bfloat16))
@@ -371,7 +371,7 @@ def _is_own_inverse(step: Any) -> bool:
 
 
 def seen_through(view: torch.Tensor) -> tuple[Function, ...]:
-    """Return the steps by which torch conjugates or negates a view's elements when it reads them; usually none."""
+    """Return the functions that conjugate or negate elements of a lazily conjugated or negated view; usually none."""
     conjugated = (_CONJUGATE,) if view.is_conj() else ()
     return (*conjugated, _NEGATE) if view.is_neg() else conjugated
 

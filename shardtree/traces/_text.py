@@ -31,7 +31,7 @@ def trace_text(trace: Fields) -> str:
 
 
 def move_text(move: Move, shape: tuple[int, ...], root: tuple[int, ...]) -> str:
-    """Return a move as text.
+    """Return a move as text: an assignment of elements of the root, the tensor that is read, to those of an output.
 
     Args:
         move: Move from a root to an output.
@@ -78,7 +78,7 @@ def factored(move: Move, shape: tuple[int, ...], root: tuple[int, ...]) -> list[
 
 
 def _side(place: int, loops: Sequence[tuple[int, int, str]], shape: tuple[int, ...]) -> str:
-    """Return one side of a move as an index expression, such as ``2:+a, (b c), 0``.
+    """Return a move's indices in its root or its output as an expression, such as ``2:+a, (b c), 0``.
 
     Each axis has an index, a loop's name, or several names in parentheses; ``2:+a`` is loop ``a`` from index 2 on.
 
@@ -103,7 +103,7 @@ def _side(place: int, loops: Sequence[tuple[int, int, str]], shape: tuple[int, .
 
 
 def axis_of(step: int, shape: tuple[int, ...]) -> int:
-    """Return the axis along which a step of a flat index moves; the number of axes if there is none."""
+    """Return the axis along which adding `step` to a flat index moves; the number of axes if there is none."""
     strides = dense(shape).stride
     return next((axis for axis, stride in enumerate(strides) if 0 < stride <= step and shape[axis] > 1), len(shape))
 

@@ -1,7 +1,8 @@
-"""Recording in threads that traced code starts, and of work that it submits to pools.
+"""Recording of threads that traced code starts, and of work that it submits to thread pools.
 
-A mode of torch is active in one thread. So while a trace runs, functions that start threads, and a few that torch
-passes to no mode, are replaced in their modules. In threads without a trace, the replacements call the originals.
+A mode of torch is active in one thread. So while a trace runs, functions that start threads are replaced in their
+modules, and so are a few functions that torch hides from modes. In threads without a trace, the replacements call the
+originals.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def _watched(watches: tuple[Watch, ...]) -> Iterator[None]:
 
 
 def _within(watches: tuple[Watch, ...], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a function in this thread while the given watches of another thread record it, and return its result."""
+    """Call a function in this thread so that modes (`Watch`) of another thread record it; return its result."""
     new = [watch for watch in watches if watch not in _watches() and not watch.record.is_done]
     with ExitStack() as stack:
         for watch in new:

@@ -36,9 +36,9 @@ class Trace(Fields):
     Attributes:
         sources: Shape and dtype of each tensor that the code got.
         outputs: Shape and dtype of each tensor that the code returned or filled.
-        moves: Moves into each output; no two of them write the same place.
+        moves: Moves into each output; no two of them write the same element.
         tied: For each output that is the same view of the same memory as an earlier output, the earlier output's name.
-        overwritten: Moves into each output whose elements were later overwritten.
+        overwritten: Moves that mark, for each output, the elements that were written and later overwritten.
     """
 
     def __call__(self, tensors: Mapping[str, torch.Tensor], *, fill: float | None = None) -> dict[str, torch.Tensor]:
@@ -119,10 +119,10 @@ class Trace(Fields):
         return dict(reads_of(self.sources, untied).boxes)
 
     def stored_target(self, target: Any, /, *, cast: bool = False, plain: Sequence[str] = ()) -> Any:
-        """Return the target with which a load of the stored tensors fills `target`; see `lenses.through_trace`.
+        """Return `target` with factories that compute its tensors from the trace's sources; see `lenses.through_trace`.
 
         Args:
-            target: Tree of shards and plain tensors; a plain tensor is whole, and its path is its key.
+            target: Target of a load: shards and plain tensors. A plain tensor is whole, and its path is its key.
             cast: Whether the target's dtypes may differ from those of the outputs.
             plain: Patterns of keys of values that need no scales, as for `load`.
 
@@ -243,7 +243,7 @@ class Trace(Fields):
 
 
 def evaluated(trace: Trace, tensors: Mapping[str, torch.Tensor], fill: float | None = None) -> dict[str, torch.Tensor]:
-    """Return a trace's outputs for given sources, without checking the sources."""
+    """Return a trace's outputs for given sources, as `Trace.__call__` does, but without checking the sources."""
     outputs: dict[str, torch.Tensor] = {}  # in order: an output comes after the one that it is tied to
     device = next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
     sources = {name: dense_tensor(tensor, device) for name, tensor in tensors.items()}

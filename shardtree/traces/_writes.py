@@ -45,14 +45,14 @@ def copy_into(
 def check_apart(
     record: Cells, name: str, into: torch.Tensor, tensors: Sequence[torch.Tensor], *, may_be_same: bool = True
 ) -> None:
-    """Raise if an operation reads elements that it also writes, so that torch's order of copying decides the result.
+    """Raise if an operation reads elements that it also writes: torch's order of copying would decide the result.
 
     Args:
         record: Record of the run.
         name: Name of the operation.
         into: Destination.
-        tensors: Tensors that it reads.
-        may_be_same: Whether a tensor may be the very view that is written, as in functions of each element.
+        tensors: Tensors that the operation reads.
+        may_be_same: Whether a tensor may be the very view that is written, as in elementwise operations.
 
     Raises:
         TraceError: a tensor overlaps with the destination in memory.
@@ -86,7 +86,7 @@ def _is_same_view(into: torch.Tensor, tensor: torch.Tensor) -> bool:
 
 
 def _places_read(view: torch.Tensor) -> Move:
-    """Return the identity move on a view's elements in the storage; repetitions in an expanded view are left out."""
+    """Return a view's flat indices in the storage, each once, encoded as a move from each index to itself."""
     place, pairs = int(view.storage_offset()), zip(view.shape, view.stride(), strict=True)
     loops = [(size, step) for size, step in pairs if step or not size]
     sizes, steps = [size for size, _ in loops], [step for _, step in loops]
@@ -114,7 +114,10 @@ def _is_expanded(view: torch.Tensor) -> bool:
 
 
 def _hole_of(view: torch.Tensor) -> Move | None:
-    """Return the identity move on a view's elements in the storage; None if the move isn't nested (`is_nested`)."""
+    """Return a view's flat indices in the storage, encoded as a move from each index to itself.
+
+    None if axes of the view interleave or overlap in memory, so that the move isn't nested (`is_nested`).
+    """
     place, stride = int(view.storage_offset()), view.stride()
     hole = read_of(place, view.shape, stride, stride, place)
     return hole if is_nested(hole) or not view.numel() else None
@@ -123,7 +126,7 @@ def _hole_of(view: torch.Tensor) -> Move | None:
 def _write_apart(
     record: Cells, into: torch.Tensor, value: torch.Tensor, via: tuple[Any, ...], *, keeps: bool = False
 ) -> None:
-    """Record a ``copy_`` to a view whose elements interleave or overlap in memory, such as sliding windows.
+    """Record a ``copy_`` to a view whose axes interleave or overlap in memory.
 
     Args:
         record: Record of the run.
@@ -133,7 +136,7 @@ def _write_apart(
         keeps: Whether the new values are computed from the old ones. If so, the old ones don't count as overwritten.
 
     Raises:
-        TraceError: the view is expanded, or two elements of the value are written to one place.
+        TraceError: the view is expanded, or one place in memory would get different elements of the value.
     """
     view = into.meta if isinstance(into, Tracer) else into
     if _is_expanded(view):
@@ -163,7 +166,7 @@ def write_places(
         keeps: Whether the new values are computed from the old ones. If so, the old ones don't count as overwritten.
 
     Raises:
-        TraceError: two elements of the value are written to one place.
+        TraceError: one flat index would get different elements of the value.
     """
     for dim, (size, stride) in enumerate(zip(value.shape, value.stride(), strict=True)):
         value = value.narrow(dim, 0, 1) if size > 1 and not stride else value  # repeated elements share one number

@@ -61,7 +61,7 @@ def _worst(
 
 
 def _as_tensor(value: Any) -> Any:
-    """Return an array or number as a tensor of its dtype, if torch has that dtype; any other value unchanged."""
+    """Return a float16, float32 or float64 NumPy value, a float or a complex as a tensor; any other value unchanged."""
     if isinstance(value, (np.ndarray, np.generic)) and value.dtype.name in ("float16", "float32", "float64"):
         return torch.as_tensor(np.asarray(value), device="cpu")
     return torch.tensor(value, device="cpu") if type(value) in (float, complex) else value

@@ -1,4 +1,4 @@
-"""Elements of global tensors that a rank counts in a reduction: each element is counted by exactly one rank."""
+"""Elements of global tensors that a rank includes in a reduction: exactly one rank includes each element."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from ._by_key import map_with_path
 def reduced_here(
     f: Callable[..., Any], combine: Callable[[Any, Any], Any], tree: Any, *rest: Any, rank: int
 ) -> list[Any]:
-    """Return a rank's part of a reduction: a list of its combined value, or an empty list if the rank counts no tensor.
+    """Return a rank's part of a reduction: its combined value, in a list; an empty list if it includes no tensor.
 
-    Elements of shards are counted by their main replicas, after factories are applied; in a tree without shards, rank
-    0 counts all plain tensors. Lazy tensors are read, one after the other.
+    A rank includes the shards that are main replicas, after factories are applied. In a tree without shards, rank 0
+    includes all plain tensors, and other ranks none. Lazy tensors are read, one after the other.
 
     Args:
         f: A function of a tensor, and of the values at its path in `rest`.
@@ -31,7 +31,7 @@ def reduced_here(
         rank: Number of the rank.
 
     Raises:
-        IntegrityError: A counted tensor has no elements, for example on the meta device; the error names each.
+        IntegrityError: An included tensor has no data, for example on the meta device; the error names each.
 
     Examples:
         >>> shard = ShardedTensor.from_rank_offsets("w", torch.tensor([1.0, 2.0]))

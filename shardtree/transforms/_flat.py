@@ -89,7 +89,7 @@ def check_plain(doing: str, shard: ShardedTensor) -> None:
     if shard.flattened_range is not None or shard.prepend_axis_num:
         found = f"flattened_range={shard.flattened_range}, prepend_axis_num={shard.prepend_axis_num}"
         expected, fix = "None and 0", "Transform whole tensors, such as those of `open_checkpoint`."
-        heading = f"{doing}: {shard.key!r} is not a rectangular block with all axes of the tensor"
+        heading = f"{doing}: the shard {shard.key!r} is flat, or lacks axes that its global tensor has"
         raise TreeError(error_text(heading, found=found, expected=expected, fix=fix))
 
 
@@ -131,7 +131,7 @@ def checked_names(doing: str, key: str, names: Sequence[str]) -> list[str]:
     """Return names as a list, after checking that each has as many stars as the key.
 
     Raises:
-        TreeError: The names aren't different keys, or have another number of stars.
+        TreeError: There are no names, a name occurs twice, or one has another number of stars than the key.
 
     Examples:
         >>> checked_names("split", "h.*.qk", ["h.*.q", "h.*.k"])

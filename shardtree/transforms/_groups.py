@@ -66,11 +66,13 @@ class NamedParameters:
     rename: Callable[[Flat], Mapping[str, Any]]
 
     def of(self, names: Iterable[str]) -> list[str]:
-        """Return the names of a list after the transform; those of removed parameters are left out.
+        """Return the new names for a list of parameter names; removed parameters are left out.
+
+        A name may omit a prefix of the parameter's key, such as ``model.``. Its new name omits the same prefix.
 
         Raises:
             CheckpointingException: A name is a suffix of several keys, the transform fails for a tree with only this
-                list's parameters, or a new key lacks the prefix that its name leaves out.
+                list's parameters, or a new key doesn't begin with the omitted prefix.
         """
         names, flat, roots = list(names), dict[str, Any](), dict[int, str]()
         for number, name in enumerate(names):
@@ -92,7 +94,7 @@ class NamedParameters:
 
 
 def key_ends(keys: Iterable[str]) -> dict[str, list[str]]:
-    """Return a mapping from each suffix of the keys, cut at dots, to the keys that end with it.
+    """Return the keys by suffix; a suffix is the whole key, or the rest of it after one of its dots.
 
     Examples:
         >>> key_ends(["a.w", "w"])
@@ -113,7 +115,7 @@ def _without(root: str, key: str) -> str:
 
 
 def renamed_in_groups(known: NamedParameters, value: Any) -> tuple[Any, list[str]]:
-    """Return a value with the parameters' new names in its groups, and a text for each list that cannot be renamed."""
+    """Return a value with new parameter names in its groups, and an error text for each list that can't be renamed."""
     wrong: list[str] = []
 
     def change(path: str, names: list[str]) -> list[str]:

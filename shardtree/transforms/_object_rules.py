@@ -86,7 +86,7 @@ def replicate_cell(cell: tuple[int, ...]) -> ObjectRule:
 
 
 def drop_objects(array: ObjectArray, shape: Shape) -> Sequence[Any]:
-    """Return a hole for every cell, so that the target keeps its own objects.
+    """Return `HOLE` for every target cell: the target then keeps its objects.
 
     This function is a rule for `LoadOptions.object_rules`.
 
@@ -135,13 +135,13 @@ def fold_objects(function: Callable[[Any, Any], Any]) -> ObjectRule:
 
 
 def concatenate_objects(array: ObjectArray, shape: Shape) -> Sequence[Any]:
-    """Return all values joined along their first axis, in row-major order, once for each target cell.
+    """Return all values joined into one along their first axis, repeated for each target cell.
 
     This function is a rule for `LoadOptions.object_rules`.
 
     Args:
-        array: Source values: lists, tuples, texts, bytes, tensors or numpy arrays, all of one kind. Dicts aren't
-            joined: see `rules_by_field`.
+        array: Source values, joined in row-major order: lists, tuples, texts, bytes, tensors or numpy arrays, all of
+            one kind. Dicts aren't joined: see `rules_by_field`.
         shape: Shape of the target, in objects.
 
     Raises:

@@ -123,9 +123,9 @@ def _pad_data(shard: ShardedTensor, at: int, length: int, fill: _Fill) -> Any:
 
 
 def _fill_values(shard: ShardedTensor, at: int, fill: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return the result of `fill` for a shard's tensor, with an axis of length 1 inserted at position `at`.
+    """Call `fill` with a shard's tensor, insert an axis of length 1 at position `at` of the result, and return it.
 
-    `fill` must return a tensor without this axis; any other result raises a ShapeError.
+    `fill` must return a tensor of the shard's shape without axis `at`; any other result raises a ShapeError.
     """
     data = shard.data
     shape = (*data.shape[:at], *data.shape[at + 1 :])

@@ -65,7 +65,7 @@ def entry_of(name: str) -> PlacedName:
 def name_of(entry: str, leaf: ShardedBase) -> str:
     """Return a leaf's key, or a sharded object's `unique_key`; the entry in a flat tree usually ends with this text.
 
-    A plain value that was made a sharded object for a transform has its key, too.
+    If a sharded object only stands for a plain value, the result is its key.
 
     Examples:
         >>> name_of("rng", ShardedObject("rng", 3, (1,), (0,)))
@@ -77,8 +77,8 @@ def name_of(entry: str, leaf: ShardedBase) -> str:
 def renamed(entry: str, leaf: ShardedBase, new: ShardedBase) -> PlacedName:
     """Return the entry, in a flat tree, of a leaf that replaces another one.
 
-    The end that the old key and the old entry have in common is replaced by the end of the new key. If that isn't
-    possible, the entry is the new key.
+    Usually the old entry is the old key with another prefix, such as ``model.h.3.w`` for ``h.3.w``. Then the new entry
+    is the new key with its prefix exchanged in the same way. If that isn't possible, the new entry is the new key.
 
     Args:
         entry: Entry of the old leaf.

@@ -60,7 +60,7 @@ def _unwrap(leaf: Any) -> Any:
 
 @refusing_depth
 def rebox(tree: Tree, data: Tree) -> Tree:
-    """Return the data in the boxes of a sharded tree: the inverse of `unbox`.
+    """Wrap data in a sharded tree's boxes (shards, factories, objects): the inverse of `unbox`.
 
     So a loaded tree becomes a sharded tree again, ready to be saved: ``rebox(target, load(target, folder))``.
 
@@ -99,7 +99,7 @@ def rebox(tree: Tree, data: Tree) -> Tree:
 
 
 def _rebox(tree: Tree, data: Tree, path: TreePath, places: list[str], shapes: list[str]) -> Tree:
-    """Return the data at one path in the boxes of `tree`.
+    """Return the subtree `data`, whose path is `path`, with its values put into boxes like those of `tree`.
 
     Misfits are added to two lists, so that one error can name them all: `places` gets a text for each value that is
     missing or isn't a tensor, `shapes` for each tensor of a wrong shape or dtype.
@@ -196,7 +196,7 @@ def nested(tree: Mapping[str, Any], *, separator: str = ".") -> dict[str, Any]:
     Numbers are names too: layers become a dict with the keys "0", "1" and so on, whichever layers a rank holds.
 
     Args:
-        tree: Values of any kind by name, such as an open checkpoint. The names count, not the shards' own keys.
+        tree: Values of any kind by name, such as an open checkpoint. Shards' own keys are ignored.
         separator: Separator at which names are split.
 
     Raises:

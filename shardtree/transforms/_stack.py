@@ -98,7 +98,11 @@ def _stacks(tree: Flat, form: KeyForm) -> dict[str, list[ShardedTensor]]:
 
 
 def _number(doing: str, text: str) -> int:
-    """Return the number of a layer; Python refuses to parse very many digits, which a file may have."""
+    """Return the number of a layer, parsed from a part of a key.
+
+    Raises:
+        TreeError: The number has more than 18 digits.
+    """
     if len(text) > _MOST_DIGITS:
         heading = f"{doing}: a layer number has {len(text)} digits"
         raise TreeError(error_text(heading, expected=f"at most {_MOST_DIGITS}", fix="Rename the key or leave it out."))
@@ -285,9 +289,9 @@ def _is_one(text: str, numbers: Collection[int]) -> bool:
 
 
 def _renumbered(tree: Flat, form: KeyForm, layers: Sequence[int]) -> dict[str, list[tuple[str, Any]]]:
-    """Return new leaves, as (entry, leaf), by the entry of a layer that they replace.
+    """Return the leaves that replace each leaf of a layer: a list of (entry, leaf) by the old leaf's entry.
 
-    There is one for each new number of the layer; new numbers are the positions of the old number in `layers`. An empty
+    The list has a leaf for each position of the layer's number in `layers`; the position is the new number. An empty
     list means that the layer isn't kept.
     """
     new: dict[str, list[tuple[str, Any]]] = {}

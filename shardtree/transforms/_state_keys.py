@@ -149,8 +149,8 @@ def _is_under_states(parts: Parts) -> bool:
 def _parameter_in(key: str, parts: Parts, ends: Mapping[Parts, list[str]]) -> tuple[int, int]:
     """Return the start and stop of the parameter's key among the parts of a state's key; (0, 0) if it isn't found.
 
-    The longest run of parts with which another key ends is taken. It counts only if the parts before the run name a
-    state or an optimizer, or if the key's last part, after the run, names a state.
+    The parameter's key is the longest run of parts that is a suffix of a key in `ends`. It counts only if the parts
+    before the run name a state or an optimizer, or if the last part, after the run, names a state.
 
     Args:
         key: The state's key.

@@ -132,7 +132,8 @@ def _unrelated(leaf: ShardedBase, owners: Sequence[str] | None, parameters: Flat
 
     Args:
         leaf: Leaf of the tree.
-        owners: Keys of the leaf's possible parameters, if it looks like a state; they are several or none.
+        owners: Keys of the parameters to which the leaf may belong: several, or () if none is found. None if the leaf
+            doesn't look like a state, or belongs to exactly one parameter.
         parameters: Changed parameters by key.
         change: Effect of the transform on states.
     """
@@ -146,7 +147,7 @@ _Replaced = dict[str, Sequence[tuple[str, Any]]]
 
 
 def _in_groups(known: NamedParameters, shards: Flat, own: Collection[str]) -> tuple[_Replaced, list[str]]:
-    """Return replacements of sharded objects in which names of changed parameters are listed, and error texts.
+    """Return replacements for sharded objects that list names of renamed or removed parameters; and error texts.
 
     Args:
         known: Renaming of the parameters.
@@ -232,8 +233,8 @@ def renamed_states(doing: str, keys: Collection[str], names: Mapping[str, str]) 
         names: New keys by old ones, of parameters and all other renamed leaves.
 
     Raises:
-        TreeError: A state may belong to several parameters; or its key leaves out a prefix of its parameter's old key,
-            which the new key lacks.
+        TreeError: A state may belong to several parameters; or a state's key omits a prefix of the parameter's old key,
+            and the parameter's new key lacks this prefix.
 
     Examples:
         >>> renamed_states("rename", ["model.a", "opt.mu.a", "opt.nu.a"], {"model.a": "model.b", "opt.nu.a": "x"})
@@ -267,7 +268,12 @@ def _has_axes(leaf: ShardedBase) -> bool:
 
 
 def is_plain_value(entry: str, leaf: ShardedBase) -> bool:
-    """Return whether a leaf wasn't a tensor before it was boxed: it may be a state, but isn't a parameter."""
+    """Return whether a leaf is a `ShardedObject` that stands for a plain value: it may be a state, but no parameter.
+
+    Args:
+        entry: Key of the leaf in the flattened tree.
+        leaf: The leaf.
+    """
     return isinstance(leaf, ShardedObject) and entry_of(entry).is_plain
 
 
@@ -286,9 +292,10 @@ def _misfits(group: _Group, parameters: Mapping[str, ShardedBase], change: State
 
 
 def _namer(group: _Group) -> Callable[[str, Any, str], tuple[str, Any]]:
-    """Return a function that names a new state of one kind, such as `exp_avg`: it returns the state's entry and leaf.
+    """Return a function that renames states of one kind, such as `exp_avg`, like their parameters.
 
-    The function takes the old entry, the new leaf, and the key of the new parameter.
+    Its arguments are a state's old entry (key in the flattened tree), the new leaf, and the parameter's new key. It
+    returns the state's new entry, and the leaf with the state's new key.
     """
     names = {name_of(entry, leaf): entry_of(entry) for entry, (leaf, _) in group.items()}
     origins = {entry_of(entry).place: entry for entry in group}

@@ -107,7 +107,7 @@ class Place:
     Attributes:
         path: Path of the leaf.
         kinds: For each entry of the path, an old container whose type the new container gets; None for a dict.
-        is_old: Whether the leaf is at its old path: its containers then take precedence over those of moved leaves.
+        is_old: Whether the leaf stays at its old path. Then its containers' types override those of moved leaves.
     """
 
     path: TreePath
@@ -128,8 +128,8 @@ def kept_place(tree: Places, path: TreePath) -> Place:
 def moved_place(tree: Places, path: TreePath, name: str) -> Place:
     """Return the new path of a renamed leaf, with containers like the old ones around it, as a `Place`.
 
-    If the new path is as long as the old one, its containers have the same types. Otherwise the entries that stay
-    at both ends keep their containers, and new containers between them are dicts.
+    If the new path is as long as the old one, its containers have the same types. Otherwise the first and last entries
+    that both paths share keep their containers, and containers added between them are dicts.
 
     Args:
         tree: The old tree.
@@ -158,7 +158,12 @@ def moved_place(tree: Places, path: TreePath, name: str) -> Place:
 
 
 def _differing(path: TreePath, name: str) -> tuple[int, int, TreePath]:
-    """Return the numbers of leading and trailing entries of a path that stay, and the new entries between them."""
+    """Compare a leaf's old path with its new name, whose entries are joined by dots.
+
+    Returns:
+        The number of leading entries that both have, the number of trailing entries that both have, and the new path's
+        entries between these.
+    """
     between, front, behind = f".{name}", 0, 0
     # The end is matched first: behind a layer number there may be another number, which stays.
     while behind < len(path) and between.endswith(end := f".{path[-1 - behind]}"):
@@ -193,8 +198,8 @@ class _Node:
 def planted(doing: str, tree: Tree, leaves: Iterable[tuple[Place, Any]]) -> Tree:
     """Build a tree from leaves and their places; containers that would have no leaf are left out.
 
-    The last entry of a list or tuple determines its length. Its gaps are holes, and so are the fields of a class or
-    named tuple without a leaf, as in `select`. Every container is new, as with `map_shards`.
+    A list or tuple ends at the largest index of its leaves. Missing indices get `HOLE`, as in `select`, and so do
+    missing fields of a class or named tuple. Every container is new, as with `map_shards`.
 
     Args:
         doing: Name of the transform in error messages.

@@ -129,7 +129,7 @@ def test_one_of_another_program_beside_another_format_is_left_alone() -> None:
 @pytest.mark.parametrize(("backend", "version"), [("torch_dist", 1), ("zarr", 3)])
 def test_a_save_beside_a_manifest_without_its_checkpoint_is_refused(backend: str, version: int) -> None:
     folder = folder_of({NAME: manifest({})})
-    with pytest.raises(st.errors.StorageError, match="is the manifest of a checkpoint that is not there"):
+    with pytest.raises(st.errors.StorageError, match="is a manifest, but its checkpoint is not in this folder"):
         st.save({"w": st.ShardedTensor.from_rank_offsets("w", torch.zeros(2))}, folder, (backend, version))
     assert folder.names() == (NAME,)
 

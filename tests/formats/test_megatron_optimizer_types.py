@@ -139,5 +139,5 @@ def test_remainders_in_place_of_masters_are_refused_in_both_formats() -> None:
     st.save({"w": weight, **shards}, folder, ("torch_dist", 1))
     opened = st.open_checkpoint(folder)
     assert torch.equal(opened["w"].data.read(), WEIGHT.bfloat16())
-    with pytest.raises(UnsupportedValue, match=r"lacks the fp32 master weights .* 16-bit remainders"):
+    with pytest.raises(UnsupportedValue, match=r"has only the low 16 bits of its fp32 master weights"):
         opened["optimizer.state.exp_avg.w"]

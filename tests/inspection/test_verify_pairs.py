@@ -186,7 +186,7 @@ def test_objects_that_were_not_saved_are_not_stored() -> None:
 
 
 def test_a_common_state_beside_other_shards_is_no_model() -> None:
-    with pytest.raises(StrategyError, match="no shards were written in the format 'huggingface'"):
+    with pytest.raises(StrategyError, match="the common state is to be saved as 'huggingface'"):
         st.save({"w": ALONE["w"]}, MemoryStorage(), "safetensors", "huggingface")
 
 

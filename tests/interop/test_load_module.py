@@ -144,7 +144,7 @@ def test_a_module_on_the_meta_device_is_refused() -> None:
     with pytest.raises(UnsupportedValue, match=r"to_empty"):
         load_module(model, folder)
     model.to_empty(device="cpu")  # which gives each name of a tied weight memory of its own
-    with pytest.raises(KeyMismatch, match="Tie weights that to_empty"):
+    with pytest.raises(KeyMismatch, match="Tie again the weights that to_empty"):
         load_module(model, folder)
     model.head.weight = model.embed.weight
     load_module(model, folder)

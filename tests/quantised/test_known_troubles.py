@@ -163,7 +163,7 @@ def test_mxfp4_goes_to_fp8_where_the_exponents_of_a_block_allow() -> None:
     found = converted(near, form)
     assert torch.equal(form.dequantise(found)["w"], FORMS["mxfp4"].dequantise(near)["w"])
     far = near | {"w_scales": near["w_scales"] - 40 * (near["w_scales"] % 2)}
-    with pytest.raises(UnsupportedValue, match=r"recode: 'w' would be rounded\n.*among the 16384"):
+    with pytest.raises(UnsupportedValue, match=r"recode: 'w' would be rounded\n  found at least \d+ elements"):
         converted(far, form)
 
 

@@ -301,9 +301,7 @@ def test_a_launcher_that_loses_errors_is_told() -> None:
         except Exception:
             return
 
-    with pytest.raises(
-        AssertionError, match="An error on a rank is raised by the function that runs the ranks: nothing is raised"
-    ):
+    with pytest.raises(AssertionError, match="`run` raises the error of a rank that fails: nothing is raised"):
         check_world(run)
 
 

@@ -364,7 +364,7 @@ def _entry(name: str, spec: Any, lengths: dict[tuple[str, tuple[int, ...]], int]
     Args:
         name: Name of the member, which is the tensor's.
         spec: Value of the member: dtype, shape and byte range.
-        lengths: Known lengths in bytes, by tag and shape; new ones are added.
+        lengths: Known lengths in bytes, by the file's dtype name (such as F32) and shape; new ones are added.
     """
     try:
         name.encode("utf-8")

@@ -47,7 +47,7 @@ def shard_pieces(shard: ShardedTensor, most: int = PIECE) -> Iterator[ShardPiece
 
     Args:
         shard: Shard with data, which may be lazy.
-        most: Upper bound of a piece's elements in host memory; a piece on an accelerator may have 64 times as many.
+        most: Maximum number of elements in a piece in host memory; a piece on an accelerator may have 64 times as many.
 
     Raises:
         CheckpointingException: The shard has no data.

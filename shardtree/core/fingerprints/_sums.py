@@ -141,7 +141,7 @@ def host_total(words: NDArray[Any], axes: Sequence[int], offset: Sequence[int]) 
 
     Args:
         words: Bits of the elements as unsigned integers of 1, 2, 4 or 8 bytes, with any strides.
-        axes: Axis of the global tensor for each axis of the box.
+        axes: Index of each axis of the box among the axes of the global tensor.
         offset: First index of the box along each axis.
 
     Examples:
@@ -206,11 +206,11 @@ _LOW_HALF = 0xFFFFFFFF
 
 
 def device_total(words: torch.Tensor, axes: Sequence[int], offset: Sequence[int]) -> int:
-    """Return the weighted sum of a box's words as `host_total` does, computed by torch on the device of the words.
+    """Return the same weighted sum of a box's words as `host_total`, computed by torch on the device of the words.
 
     Args:
         words: Bits of the elements as integers of 1, 2, 4 or 8 bytes.
-        axes: Axis of the global tensor for each axis of the box.
+        axes: Index of each axis of the box among the axes of the global tensor.
         offset: First index of the box along each axis.
 
     Examples:

@@ -86,7 +86,7 @@ def shard_totals(shards: Sequence[ShardedTensor], totals: Totals = _one_by_one) 
 
     Args:
         shards: Shards with data.
-        totals: Function that maps `piece_total` over pieces, for example in threads.
+        totals: Function that returns the sum (`piece_total`) of each piece; it may use threads.
 
     Examples:
         >>> import torch, shardtree as st
@@ -103,11 +103,11 @@ def shard_totals(shards: Sequence[ShardedTensor], totals: Totals = _one_by_one) 
 
 @shielded
 def shard_parts(shards: Sequence[ShardedTensor], totals: Totals = _one_by_one) -> dict[str, PartialFingerprint]:
-    """Return the shards' contribution to the fingerprint of each tensor, by key; all replicas count.
+    """Return the shards' contribution to the fingerprint of each tensor, by key; each replica is added.
 
     Args:
         shards: Shards with data.
-        totals: Function that maps `piece_total` over pieces, for example in threads.
+        totals: Function that returns the sum (`piece_total`) of each piece; it may use threads.
 
     Raises:
         IntegrityError: Two shards of one key differ in global shape, dtype or prepended axes.
@@ -130,7 +130,7 @@ def box_part(
         kind: Dtype and global shape of the tensor, prepended axes included.
         data: The box's elements.
         offset: The box's first index in the tensor, (axes,).
-        totals: Function that maps `piece_total` over pieces, for example in threads.
+        totals: Function that returns the sum (`piece_total`) of each piece; it may use threads.
 
     Examples:
         >>> box_part(TensorKind(torch.int8, (4, 3), 0), torch.zeros(2, 3, dtype=torch.int8), (2, 0)).elements
@@ -140,7 +140,7 @@ def box_part(
 
 
 def column_parts(columns: ShardColumns, totals: Words) -> dict[str, PartialFingerprint]:
-    """Add up the shards' contributions for each tensor, and return the sums by key; all replicas count.
+    """Add up the shards' contributions for each tensor, and return the sums by key; each replica is added.
 
     Args:
         columns: Shards of any ranks.
@@ -160,7 +160,7 @@ def column_parts(columns: ShardColumns, totals: Words) -> dict[str, PartialFinge
 
 
 def unlike_replicas(columns: ShardColumns, totals: Words) -> list[list[list[int]]]:
-    """Return, for each box whose replicas differ, its replicas in groups of equal ones.
+    """Return the groups of equal replicas, for each box whose replicas differ.
 
     Shards are replicas of each other if they have the same key and the same box, or flat range.
 
@@ -169,7 +169,7 @@ def unlike_replicas(columns: ShardColumns, totals: Words) -> list[list[list[int]
         totals: Contribution of each shard to its tensor's fingerprint, uint64 (shards,).
 
     Returns:
-        For each such box a list of groups, the main replica's first; a group lists the rows of equal replicas.
+        A list of groups for each such box, the main replica's group first. A group is a list of rows of `columns`.
 
     Examples:
         >>> import torch, shardtree as st
@@ -237,7 +237,7 @@ def add_fingerprints(parts: Iterable[Mapping[str, PartialFingerprint]]) -> dict[
 
 
 def tensor_fingerprint(key: str, kind: TensorKind, total: int) -> int:
-    """Return a tensor's fingerprint: `total`, the sum over all elements, plus a hash of key, dtype and global shape.
+    """Return a tensor's fingerprint: `total`, its elements' weighted sum, plus a hash of key, dtype and global shape.
 
     Examples:
         >>> import torch

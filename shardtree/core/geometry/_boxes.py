@@ -186,7 +186,7 @@ def as_int64(column: NDArray[Any]) -> NDArray[Any]:
 
 
 def box_slices(offset: Column, shape: Column, axes: int) -> tuple[slice, ...]:
-    """Return the box in one row of two columns as slices, without the columns' padding.
+    """Return a padded box as slices, without the padding.
 
     Args:
         offset: Offset of the box, padded on the left, int64 (axes or more,).
@@ -330,7 +330,7 @@ def rows_of(columns: Record, rows: Column | NDArray[np.bool_] | slice) -> Record
 
 
 def joined_rows(parts: Sequence[Record]) -> Record:
-    """Return one record with the rows of several records of a class; a record's slots are all columns.
+    """Return one record with the concatenated columns of several records; all slots of their class are columns.
 
     Examples:
         >>> class Pairs:
@@ -375,7 +375,7 @@ def row_numbers(columns: Iterable[Column]) -> tuple[Column, int]:
 
 
 def _from_zero(column: Column) -> tuple[Column, int]:
-    """Return the column shifted to begin at 0 (or ranked, if its range is too large), and one more than its maximum."""
+    """Return the column shifted to begin at 0 (or its `_ranks` if its range is too large), and its maximum plus one."""
     low, high = (int(column.min()), int(column.max())) if column.size else (0, 0)
     return (column - low, high - low + 1) if high - low < _ROOM else _ranks(column)
 

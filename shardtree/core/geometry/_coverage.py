@@ -317,7 +317,7 @@ def _cells_where(mask: np.ndarray, edges: list[Column]) -> Boxes:
 
 
 def _merge_neighbours(begin: Column, end: Column) -> Boxes:
-    """Merge boxes with their neighbours, along the last axis first, and return them in row-major order."""
+    """Merge neighbours that together are a box, along the last axis first, and return all boxes in row-major order."""
     for axis in reversed(range(begin.shape[1])):
         others = np.delete(np.concatenate([begin, end], axis=1), [axis, begin.shape[1] + axis], axis=1)
         order = np.lexsort((begin[:, axis], *others.T))

@@ -1,4 +1,4 @@
-"""Boxes as cells of regular grids, narrowed boxes, an axis cut into parts, and windows that tile a tensor."""
+"""Boxes as cells of regular grids, boxes narrowed along an axis, parts of an axis, and windows that tile a tensor."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def cell_shape(subject: str, global_shape: Shape, counts: Shape, *, padded: bool
 
 
 def narrow_place(subject: str, shape: Shape, dim: int, start: int, length: int) -> tuple[int, int, int]:
-    """Return `dim`, `start` and `length` of a narrowing, with a negative `dim` or `start` counted from the beginning.
+    """Return `dim`, `start` and `length` of a narrowing; a negative `dim` or `start` is made nonnegative.
 
     Raises:
         ShapeError: They exceed the shape.
@@ -164,15 +164,15 @@ def narrow_place(subject: str, shape: Shape, dim: int, start: int, length: int) 
 
 
 def narrow_axis(subject: str, field: str, values: Shape, axis: int, size: int, length: int) -> Shape:
-    """Return a global shape or offset after each cell of its regular grid was narrowed along an axis.
+    """Return a global shape or offset, rescaled along an axis from grid cells of `size` to grid cells of `length`.
 
     Args:
         subject: Name of the operation and the tensor, for errors.
         field: Name of the field that has the values, for errors.
         values: Global shape or offset before the narrowing.
         axis: Axis that is narrowed.
-        size: Size of the cells along the axis before.
-        length: Size of the cells along the axis afterwards.
+        size: Size of a cell along the axis, before the narrowing.
+        length: Size of a cell along the axis, after the narrowing.
 
     Examples:
         >>> narrow_axis("narrow 'w'", "global_shape", (32, 2), 0, 4, 1)
@@ -194,13 +194,14 @@ def narrow_flat_range(
 ) -> tuple[Run, ...]:
     """Return the maximal runs of elements that a flat range and a narrowed box have in common.
 
-    A run is contiguous twice: in the 1-D data that holds elements [start, stop) of the row-major flattened box, and
-    in the row-major flattening of the box narrowed to [narrow_start, narrow_start + length) along `dim`.
+    The 1-D data holds elements [start, stop) of the row-major flattened box. The narrowed box has the indices
+    [narrow_start, narrow_start + length) along `dim`. A run is contiguous in the data and in the flattened narrowed
+    box.
 
     Args:
         local_shape: Shape of the box, before narrowing.
-        start: First element of the flattened box in the data.
-        stop: One past the last element.
+        start: Index of the data's first element in the flattened box.
+        stop: One past the index of its last element.
         dim: Axis to narrow, in [0, len(local_shape)).
         narrow_start: First index to keep along `dim`.
         length: Number of indices to keep.
@@ -280,7 +281,7 @@ def _piece(length: int, parts: int, index: int) -> tuple[int, int]:
 
 
 def _between(spans: Spans, start: int, stop: int) -> Spans:
-    """Return the indices at positions `start` to ``stop - 1`` of the concatenated intervals, as intervals."""
+    """Return items `start` to ``stop - 1`` of the concatenated intervals, as intervals."""
     part, position = [], 0
     for begin, end in spans:
         low, high = max(start - position, 0), min(stop - position, end - begin)

@@ -135,7 +135,7 @@ def _group_runs(groups: Column, sorted_group: Column) -> Iterator[tuple[Column |
 
 
 def _meet(begin: Column, size: Column, low: Column, high: Column) -> NDArray[np.bool_]:
-    """Return whether each range overlaps the interval from `low` to `high`; an empty range does if it lies inside."""
+    """Return whether each range overlaps the interval from `low` to `high`; an empty range must be strictly inside."""
     end = begin.copy()  # contiguous memory compares faster than a strided column
     flags = end < high
     end += size
@@ -291,7 +291,7 @@ def overlapping_pairs(
 
 
 def _in_groups(group: Column, offset: Column, shape: Column, groups: Column) -> GroupedBoxes:
-    """Return the nonempty boxes of the given groups."""
+    """Return the nonempty boxes whose `group` is one of `groups`."""
     rows = rows_with_elements(shape)
     own = group.take(rows)
     place = np.minimum(np.searchsorted(groups, own), groups.size - 1)
@@ -315,7 +315,7 @@ def _meets(
 
 
 def _few_pairs(left: GroupedBoxes, right: GroupedBoxes) -> tuple[Column, Column] | None:
-    """Return the rows of all pairs in each group; None if there are more than two pairs per box on average."""
+    """Return the rows of all pairs (left box, right box) within groups; None if they exceed two per box on average."""
     order = np.argsort(right.group, kind="stable")
     groups = right.group[order]
     first = np.searchsorted(groups, left.group, side="left")

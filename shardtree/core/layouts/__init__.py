@@ -1,4 +1,4 @@
-"""Layouts of global tensors over ranks, as columns: their integrity, and arrays of objects."""
+"""Layouts: columns that list all ranks' shards, checks that shards tile their tensors, and arrays of objects."""
 
 import typing
 

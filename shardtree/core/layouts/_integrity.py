@@ -33,7 +33,7 @@ _MOST_ROWS = 2**18
 def join_columns(parts: Sequence[ShardColumns]) -> ShardColumns:
     """Return several ranks' columns as one, rows in the same order.
 
-    If ranks can't compute each other's shards, they gather the argument `layout` of their saves and loads once:
+    If ranks can't compute each other's shards, they gather columns once, and pass them to save and load as `layout`:
     ``join_columns(world.all_gather(shard_columns(own_shards, world.rank)))``.
 
     Raises:
@@ -98,7 +98,7 @@ def join_checked(parts: Sequence[ShardColumns], objects: Sequence[ObjectColumns]
 def _join_and_check(
     parts: Sequence[ShardColumns], objects: Sequence[ObjectColumns]
 ) -> tuple[ShardColumns, tuple[Problem, ...]]:
-    """Join the ranks' shards of the tensors that they agree about, and return these and all problems."""
+    """Return the joined shards, without tensors that the ranks disagree about, and all problems."""
     problems = kind_problems(parts, objects)
     keys = {problem.key for problem in problems}
     # Without a common global shape there is nothing to tile: further problems of these keys would only repeat the
@@ -157,7 +157,7 @@ def write_problems(columns: ShardColumns) -> tuple[Problem, ...]:
     """Return the problems that prevent these shards from being stored in one checkpoint; gaps are allowed.
 
     Args:
-        columns: Shards to write, main replicas or not.
+        columns: Shards to write; each counts as a main replica, so that two replicas of an element are a problem.
 
     Examples:
         >>> import torch, shardtree as st

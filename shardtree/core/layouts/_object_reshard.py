@@ -141,10 +141,10 @@ def reshaped_arrays(arrays: Mapping[str, HeldArrays], targets: Iterable[ShardedO
 
 
 def check_ruled(arrays: Iterable[ShapeChange], rules: Mapping[str, ObjectRule]) -> None:
-    """Raise unless there is a rule for each array that changes its shape, and both shapes are known.
+    """Raise unless each array of objects that changes its shape has a rule, and both its shapes are unambiguous.
 
     Args:
-        arrays: Arrays that change their shape.
+        arrays: Arrays of objects that change their shape.
         rules: Rule of each key.
 
     Raises:
@@ -175,8 +175,8 @@ def objects_by_rule(
         rules: Rule of each key whose array changes its shape.
 
     Raises:
-        IntegrityError: A cell has no main replica.
-        ShapeError: A rule returns more or fewer values than there are cells.
+        IntegrityError: An object has no main replica in the source.
+        ShapeError: A rule returns more or fewer values than the requested array has objects.
         UnsupportedValue: A value can't be copied, or a rule can't handle it.
 
     Examples:

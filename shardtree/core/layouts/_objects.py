@@ -21,13 +21,13 @@ from ._problems import Problem, fault_problems, sharding_faults
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ObjectColumns:
-    """Sharded objects, one a row: a cell of the array ``keys[key[row]]``.
+    """Sharded objects, one a row: a cell of the array whose key is ``keys[key[row]]``.
 
     Attributes:
         keys: Keys of the arrays, sorted; a key with several shapes appears once for each.
         shapes: Global shape of each key's array, in objects.
         key: Index of each object's array in `keys`, int64 (objects,).
-        offset: Cell of each object, int64 (objects, axes), right-aligned.
+        offset: Cell of each object in its array, int64 (objects, axes); shorter offsets are padded on the left.
         rank: Rank that holds the object, int64 (objects,).
         main: Whether the object is the main replica, bool (objects,).
     """
@@ -184,7 +184,7 @@ def kind_problems(parts: Sequence[ShardColumns], objects: Sequence[ObjectColumns
 
 
 def _differing_keys(parts: Sequence[ShardColumns], objects: Sequence[ObjectColumns]) -> set[str]:
-    """Return the keys that have more than one kind over all ranks."""
+    """Return the keys that have several kinds; a kind is a tensor's `TensorKind` or the shape of an object array."""
     same: dict[TensorKind, TensorKind] = {}
     kinds_of: dict[str, TensorKind | tuple[int, ...]] = {}
     wrong: set[str] = set()
@@ -201,7 +201,7 @@ _Kind = TypeVar("_Kind", bound=TensorKind | tuple[int, ...])
 
 
 def _compare(kinds_of: dict[str, Any], keys: tuple[str, ...], kinds: tuple[_Kind, ...], wrong: set[str]) -> None:
-    """Compare one rank's kinds with those of earlier ranks.
+    """Compare the kinds of one rank's keys with those of earlier ranks; a kind is as in `_differing_keys`.
 
     Args:
         kinds_of: First kind of each key so far; new keys are added.

@@ -51,7 +51,7 @@ def sharding_faults(main: ShardColumns) -> Faults:
     """Return the parts of global tensors that belong to none of the shards, or to several.
 
     A fault is a box or a flat range. Flat ranges are used for a tensor if the flattened boxes of its flat shards lie
-    inside the tensor, and if none of these boxes and of the shards that are boxes overlap.
+    inside the tensor. These boxes and the shards that are boxes must not overlap each other.
 
     Args:
         main: Main replicas of all ranks.
@@ -126,8 +126,8 @@ def _flat_areas(shards: ShardColumns) -> tuple[ShardColumns, Column]:
 def _reported_in_ranges(shards: ShardColumns, areas: ShardColumns, regions: Column) -> Mask:
     """Return for each tensor whether its faults are reported as flat ranges, bool (keys,).
 
-    It is true if the tensor has flat shards, the flattened boxes of these lie inside the tensor, and none of them and
-    of the shards that are boxes overlap.
+    It is true if the tensor has flat shards whose flattened boxes lie inside the tensor. These boxes and the shards
+    that are boxes must not overlap each other.
 
     Args:
         shards: All shards.
@@ -204,7 +204,7 @@ def _clipped(group: Column, offset: Column, shape: Column, regions: Column) -> t
 
 
 def _sizes(regions: Column) -> Column:
-    """Return the number of elements of each region, at most `_MOST`."""
+    """Return the number of elements of each region, clamped to `_MOST`; a row of `regions` is a shape."""
     sizes = geometry.volumes(regions)
     for row in np.flatnonzero(regions.prod(axis=1, dtype=np.float64) >= _ROUNDED).tolist():
         sizes[row] = min(prod(regions[row].tolist()), _MOST)
@@ -300,7 +300,7 @@ def fault_problems(columns: ShardColumns, faults: Faults, noun: str) -> tuple[Pr
 
     Args:
         columns: All shards, replicas included.
-        faults: Faults of their main replicas.
+        faults: Boxes and flat ranges without a main replica, or with several.
         noun: Unit of the shards, "element" or "object".
 
     Examples:
@@ -366,7 +366,7 @@ def _holders(shards: ShardColumns, faults: Faults) -> list[tuple[str, Column]]:
 
 
 def _within_reach(shards: ShardColumns, faults: Faults, *, reach: int) -> Iterator[tuple[int, Column]]:
-    """Yield the row of each fault that has shards within `reach` elements along each axis, and these shards' rows."""
+    """Yield each fault's row and the rows of the shards within `reach` elements of it, unless it has no such shard."""
     places = shard_boxes(faults.offset, faults.shape, faults.start, faults.stop)
     boxes = shard_boxes(shards.offset, shards.shape, shards.start, shards.stop)
     fault, box = geometry.overlapping_pairs(

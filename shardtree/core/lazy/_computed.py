@@ -192,7 +192,7 @@ def elements_tested(values: Sequence[torch.Tensor]) -> int:
 
 
 def _sample(value: torch.Tensor) -> torch.Tensor:
-    """Return at most 16,384 elements of a window to test with, as a matrix if the window has two axes or more."""
+    """Return at most 16,384 elements of an operand, for tests; a matrix if the operand has two axes or more."""
     if value.ndim < 2:
         return value.reshape(-1)[:16_384]
     return value.reshape(-1, value.shape[-1])[:128, :128]

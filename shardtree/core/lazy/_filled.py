@@ -1,4 +1,4 @@
-"""Tensors that are only memory to fill: while a load builds its target, the elements of tensors must not be read."""
+"""Tensors that are only memory to fill. While a load builds its target, no tensor's elements may be read."""
 
 from __future__ import annotations
 

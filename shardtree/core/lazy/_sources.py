@@ -107,7 +107,7 @@ def _box(start: Shape, spans: Sequence[int], shape: Shape) -> Box:
 
 
 def _steps(flat: int, strides: Shape) -> Shape:
-    """Return a distance in the flattened tensor as one distance along each dimension."""
+    """Return the distances along the dimensions that make up a distance in the flattened tensor."""
     steps = []
     for stride in strides:
         step, flat = divmod(flat, stride)

@@ -82,7 +82,7 @@ def _has_axes(value: Any) -> bool:
 
 
 def whole_vectors(flat: torch.Tensor) -> torch.Tensor:
-    """Return a 1-D tensor padded with its last element to whole vector registers, a multiple of 64 elements.
+    """Return a 1-D tensor, padded with its last element to a multiple of 64 elements, which are whole vector registers.
 
     Examples:
         >>> whole_vectors(torch.arange(3)).shape

@@ -42,7 +42,7 @@ class LazyTensor:
     that needs elements raises ``UnsupportedValue`` with the advice to call ``read()``.
 
     Attributes:
-        source: Dense tensor that is viewed.
+        source: Dense tensor that is viewed: stored, or computed, for example by ``torch.cat``.
         place: Offset, size and strides of the view in the source.
         casts: Dtypes to which the elements are cast after a read, in order.
     """
@@ -129,7 +129,7 @@ class LazyTensor:
         return _elements(self.source, narrow(self.place, Box(offset, shape)), self.casts)
 
     def box_fetches(self, offset: Shape, shape: Shape) -> Iterator[Fetch]:
-        """Yield the boxes of stored tensors that reading a box fetches."""
+        """Yield the boxes of stored tensors that are fetched when a box of this tensor is read."""
         if prod(shape):
             box, _ = covering(narrow(self.place, Box(offset, shape)), self.source.shape)
             yield from self.source.box_fetches(*box)
@@ -263,7 +263,7 @@ def _apply(func: Callable[..., Any], args: Args, kwargs: dict[str, Any]) -> Any:
 
 
 def _meta(lazy: LazyTensor) -> torch.Tensor:
-    """Return the view as a meta tensor, so that torch itself computes the results' views, shapes and dtypes."""
+    """Return a lazy tensor as a meta tensor; operations on it show the views, shapes and dtypes of their results."""
     return torch.empty(lazy.source.shape, dtype=lazy.dtype, device="meta").as_strided(
         *lazy.place[1:], lazy.place.offset
     )

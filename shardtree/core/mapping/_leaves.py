@@ -81,11 +81,10 @@ def refuse_subclass(derived: type) -> NoReturn:
         UnsupportedValue: Always.
     """
     found = f"class {derived.__qualname__}({', '.join(base.__name__ for base in derived.__bases__)})"
-    expected = "one of shardtree's own classes"
-    fix = "Keep added fields beside the instance, for example in the same dict, and write methods as functions."
+    fix = "Use the class itself. Keep added fields beside its instance, such as in a dict; write methods as functions."
     # A class without a module, such as one made by `eval`, has no `__module__`.
-    heading = f"{getattr(derived, '__module__', 'no module')}: a class derives from one that cannot be subclassed"
-    raise UnsupportedValue(error_text(heading, found=found, expected=expected, fix=fix))
+    heading = f"{getattr(derived, '__module__', 'no module')}: this shardtree class cannot be subclassed"
+    raise UnsupportedValue(error_text(heading, found=found, fix=fix))
 
 
 class ShardedBase(ABC):

@@ -51,11 +51,11 @@ def check_data(subject: str, data: object, dtype: torch.dtype, shape: tuple[int,
     if data.dtype != dtype:
         geometry.refuse(subject, "data.dtype", data.dtype, str(dtype), _RECAST, error=ShapeError)
     if tuple(data.shape) != shape:
-        geometry.refuse(subject, "data.shape", tuple(data.shape), f"{shape} by {source}", _RECAST, error=ShapeError)
+        geometry.refuse(subject, "data.shape", tuple(data.shape), f"{shape} (from {source})", _RECAST, error=ShapeError)
 
 
 def without_shape(data: object) -> str:
-    """Return the kind of a tensor that has no single shape; an empty string for any other data.
+    """Return a name for a tensor without a single shape (nested or uninitialised); an empty string for other data.
 
     Examples:
         >>> without_shape(torch.zeros(2)), without_shape(torch.nn.UninitializedParameter())

@@ -238,9 +238,9 @@ def _clashes(group: Sequence[_Span]) -> Iterator[str]:
 
 
 def _bytes(span: _Span) -> _Bytes:
-    """Return the length of a tensor's contiguous runs of bytes, and the axes along which these runs repeat.
+    """Return the length of the contiguous runs of bytes in a span's tensor, and the axes along which they repeat.
 
-    Each axis is a pair (stride in bytes, size).
+    Each axis is a pair (stride in bytes, size); the smallest stride is first.
     """
     tensor = span.tensor
     axes = [(stride * tensor.itemsize, size) for stride, size in _axes(tensor) if stride]
@@ -278,7 +278,7 @@ def tied(donated: _Donated) -> list[list[int]]:
     """Return the groups of tied shards: they have different keys, but equal boxes and the same elements in memory.
 
     Args:
-        donated: (shard, tensor) pairs, where the tensor is `given_tensor(shard)`.
+        donated: Pairs of a shard and its tensor, which is None if the shard has no elements in memory.
 
     Returns:
         A list of indices into `donated` for each group.
@@ -306,11 +306,11 @@ def fill_once(doing: str, donated: _Donated, results: Sequence[torch.Tensor]) ->
 
     Args:
         doing: Name of the operation, for the message.
-        donated: (shard, tensor) pairs, where the tensor is `given_tensor(shard)`.
+        donated: Pairs of a shard and its tensor, which is None if the shard has no elements in memory.
         results: Loaded tensor of each shard; loaded tensors of tied shards are contiguous, in memory of their own.
 
     Returns:
-        The donated tensor of each tied shard, by the shard's index.
+        The donated tensor of each tied shard, by the shard's index in `donated`.
 
     Raises:
         ShapeError: The loaded values of two keys that share memory differ; no tied tensor was written.

@@ -16,9 +16,9 @@ def convertible(before: torch.dtype, after: torch.dtype) -> bool:
     """Return whether loads and reshards may convert elements of one dtype to another.
 
     Floating-point dtypes convert to each other, and complex dtypes too, as by `torch.Tensor.to`: it rounds, and turns
-    numbers that are too large into infinities. Bools convert to integers, integers to floating-point dtypes, and
-    floating-point to complex dtypes, but not back: a fraction or an imaginary part would be lost silently. Integer
-    dtypes convert to each other, but `convert` then raises for values that do not fit.
+    numbers that are too large into infinities. In the order bool, integer, floating-point, complex, a dtype converts to
+    later ones, but not to earlier ones: a fraction or an imaginary part would be lost silently. Integer dtypes convert
+    to each other, but the conversion raises an error for values that do not fit.
 
     Examples:
         >>> convertible(torch.float32, torch.bfloat16), convertible(torch.int64, torch.int32)

@@ -68,7 +68,7 @@ def overlaps(shard: ShardedTensor, global_shape: tuple[int, ...]) -> tuple[Overl
 
 
 def stored_elements(shard: ShardedTensor, global_shape: tuple[int, ...]) -> int:
-    """Return the number of a shard's elements that lie within another global shape.
+    """Return the number of a shard's elements that lie within `global_shape`, the shape of the stored tensor.
 
     Examples:
         >>> stored_elements(ShardedTensor.from_rank_offsets("w", torch.zeros(3, 2)), (2, 9))

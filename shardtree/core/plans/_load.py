@@ -129,8 +129,8 @@ def plan_load(requests: ShardColumns, chunks: StoredChunks, *, shortest_run: int
     Args:
         requests: Shards to fill.
         chunks: Stored chunks of these tensors, of the same dtypes. ``chunks.key`` has indices into ``requests.keys``.
-        shortest_run: Length in bytes from which each run is read by itself. If a box consists of several shorter runs,
-            it becomes one strided piece.
+        shortest_run: Smallest length in bytes of a contiguous run that gets a read of its own. A box of several shorter
+            runs becomes one strided piece.
 
     Examples:
         >>> import torch, shardtree as st
@@ -174,7 +174,7 @@ def _reachable_chunks(key: Column, boxes: BoxColumns, chunks: StoredChunks, axes
         key: Index of each box's tensor among the requested keys, int64 (boxes,).
         boxes: Requested boxes.
         chunks: All stored chunks.
-        axes: Number of axes of the result's columns.
+        axes: Number of axes to which the chunks' offsets and shapes are padded.
     """
     offset, shape = geometry.widen(chunks.offset, axes, 0), geometry.widen(chunks.shape, axes, 1)
     rows, _ = geometry.rows_in_reach(geometry.reach_of(key, boxes.offset, boxes.shape), chunks.key, offset, shape)

@@ -38,7 +38,7 @@ class Unexpected:
 
     @property
     def what(self) -> str:
-        """The problem, with the most similar stored key as a guess."""
+        """The problem, with the most similar stored key as a suggestion."""
         if self.path is not None:
             return f"not stored as shards: it is a plain tensor of the common state at {self.path}"
         if self.refusal is not None:
@@ -58,7 +58,7 @@ class Unexpected:
 
     @property
     def text(self) -> str:
-        """The requested key, with the most similar stored key as a guess."""
+        """The requested key, with the most similar stored key as a suggestion."""
         if self.path is not None:
             return f"{self.key!r} is a plain tensor of the common state at {self.path}"
         if self.refusal is not None:
@@ -74,7 +74,7 @@ class Mismatch:
         key: Key of the tensor.
         stored: Stored dtype and global shape.
         asked: Requested dtype and global shape.
-        cast: Whether the load already converts dtypes where it can.
+        cast: True if the load has ``cast=True``; then `fix` doesn't suggest it.
     """
 
     where: ClassVar[str] = ""

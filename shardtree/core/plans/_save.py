@@ -67,7 +67,7 @@ def balanced_rows(columns: ShardColumns, ranks: int, place: Column, is_wanted: M
     Args:
         columns: Shards of all ranks.
         ranks: Number of ranks.
-        place: Number of each shard's place, as `held_places` returns it, int64 (shards,).
+        place: Number of each shard's place (key and box), from `held_places`, int64 (shards,).
         is_wanted: Whether a replica of each place must be chosen, bool (places,).
 
     Returns:
@@ -107,7 +107,7 @@ def held_places(columns: ShardColumns) -> tuple[Column, int]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Holders:
-    """The ranks that hold a replica of each place, called its holders.
+    """The ranks that hold a replica of each place (key and box), called its holders.
 
     Attributes:
         place: Numbers of the places, ascending, int64 (places,).
@@ -134,7 +134,7 @@ def find_holders(place: Column, rank: Column, is_wanted: Mask) -> Holders:
 def holder_sets(holders: Holders) -> Iterator[tuple[Column, Column]]:
     """Yield ``(places, ranks)`` for each set of two or more ranks: the places that exactly these ranks hold.
 
-    Both are int64 columns: the numbers of the places, and the ranks. Sets of fewer ranks come first.
+    Both are int64 columns: the numbers of the places, and the ranks. Smaller sets come first.
     """
     for count in distinct(holders.count[holders.count > 1]).tolist():
         numbers = np.flatnonzero(holders.count == count)
@@ -264,7 +264,7 @@ def snap(bounds: Column, begin: Column, size: Column, row: Column, shortest_cut:
 
     Args:
         bounds: Intended cuts, as offsets in the line, int64 (cuts,).
-        begin: Offset in the line of the item that contains each intended cut, int64 (cuts,).
+        begin: Offset of the item that contains each intended cut, int64 (cuts,).
         size: Size of that item in bytes, int64 (cuts,).
         row: Row size of that item in bytes, 0 if the item must stay whole, int64 (cuts,).
         shortest_cut: Smallest distance in bytes between a cut and the ends of the item that it divides.

@@ -1,4 +1,4 @@
-"""Look-up of a target's paths in a stored tree, or in the result of `join`."""
+"""Look-up of a load target's paths in a stored tree, or in the loaded tree, which `join` made of both."""
 
 from __future__ import annotations
 
@@ -65,11 +65,11 @@ def _entries_and_positions(node: Tree) -> Mapping[Any, Tree]:
 
 
 def unfilled(tree: Tree, plain: Iterable[tuple[TreePath, Any]]) -> list[TreePath]:
-    """Return the paths of a target's plain tensors at which a joined tree has nothing, or only a container.
+    """Return the paths of a target's plain tensors that got no value, or only a container.
 
     Args:
-        tree: Result of `join` for a stored tree and the target.
-        plain: Path and leaf of each plain tensor.
+        tree: Loaded tree: the result of `join` for a stored tree and the target.
+        plain: Path and leaf of each plain tensor of the target.
 
     Examples:
         >>> unfilled({"state": {}, "step": 3}, [(("state",), torch.zeros(2)), (("step",), torch.zeros(()))])

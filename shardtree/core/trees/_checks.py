@@ -68,14 +68,14 @@ def check_is_tree(doing: str, tree: Any) -> None:
 
 @contextmanager
 def refuse_too_deep(doing: str) -> Iterator[None]:
-    """Return a context manager that puts the operation's name before errors about too deep trees or hidden shards.
+    """Return a context manager that puts the operation's name before errors about deep trees and hidden shards.
 
     Args:
         doing: Name of the operation.
 
     Raises:
         TreeError: The tree exceeded Python's recursion limit.
-        UnsupportedValue: Shards are hidden in values.
+        UnsupportedValue: Shards are hidden in leaves, as in an instance of a class that isn't registered.
     """
     try:
         yield

@@ -201,11 +201,12 @@ def cast(
         dtype: New dtype.
         keys: Patterns of the keys of shards to cast, all by default; ``*`` matches one part between dots, ``**`` any
             number of them. An optimizer's states have keys of their own.
-        plain: Patterns of the keys of FP8 tensors that need no scales, although other tensors are named like scales.
+        plain: Patterns of the keys of FP8 tensors that need no scales, although other tensors are named like their
+            scales.
 
     Raises:
-        ShapeError: `dtype` isn't a floating-point dtype; or torch can't convert a shard to it, such as pairs of 4-bit
-            floats; or quantised values would be cast without their scales.
+        ShapeError: `dtype` isn't a floating-point dtype; or torch can't convert a shard to it (for pairs of 4-bit
+            floats, for example, no conversion exists); or quantised values would be cast without their scales.
         MetadataError: `dtype` isn't a dtype of torch.
         TreeError: A pattern matches no key, or `keys` isn't a list.
         KeyMismatch: A pattern of `plain` matches no key.

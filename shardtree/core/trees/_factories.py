@@ -64,7 +64,7 @@ def build_factories(
         tree: Tree with factories.
         merge_one: Function from a factory and its loaded subtree to the merged value.
         is_target: Whether the tensors of factories are only memory to fill, so that their elements must not be read. If
-            so, the attribute `for_target` of a build function, which lenses have, is called instead of the function.
+            so, `for_target` is called instead of a build function that has this attribute; those of lenses have it.
     """
     trees: dict[int, Tree] = {}
     shards = _build(tree, trees, 0, is_target=is_target)
@@ -107,14 +107,14 @@ def apply_factory_merges(x1: Tree, x2: Tree, key: TreePath = ()) -> Tree:
     """Return a loaded tree in which each factory's merged tensor replaces the subtree that was loaded for it.
 
     Args:
-        x1: Loaded tree, in the structure of `apply_factories`. Subtrees with nothing to merge are shared.
+        x1: Loaded tree, in the structure of `apply_factories`. The result shares subtrees with nothing to merge.
         x2: Tree that has the factories at the same paths. Its other leaves are ignored. Where `x1` has a list or
             tuple, `x2` may have a dict whose keys are positions.
         key: Path of both trees in a larger one, for errors.
 
     Returns:
-        A new tree. A factory with data builds its subtree again, in which further factories are found and merged. A
-        factory without data is assumed to build none.
+        A new tree. A subtree that a factory builds may contain further factories. To find and merge these, a factory
+        with data builds its subtree again. A factory without data is assumed to build none.
 
     Raises:
         TreeError: `x1` has no subtree for a factory; the error names the factory's path.

@@ -42,7 +42,7 @@ _SIMPLE = (str, int, bool, float, type(None))
 class Record:
     """A stored enum member, dataclass or named tuple, without its class.
 
-    Records are equal if their types and fields are. Tensors and arrays in fields must be the same objects.
+    Records are equal if their types and fields are. A tensor or array in a field is equal only to itself.
 
     Attributes:
         type_name: Module and qualified name of the class.
@@ -108,7 +108,7 @@ def join(common: Tree, target: Tree, own: Own | None = None) -> Tree:
     A hole (`HOLE`) marks a missing value. Dicts are joined by key, lists and tuples of equal length by position, and a
     stored `Record` with the target's instance by field name. The result has the target's containers, of the target's
     types. A dict may gain stored keys, followed by the target's new keys. If a container without loaded values can't be
-    joined with the stored value, that value replaces it, except an incomplete list, tuple or instance.
+    joined with the stored value, it is replaced by that value, but not by an incomplete list, tuple or instance.
 
     A dict leaves out an entry if neither tree has its value. A list, tuple or instance can't leave out a single entry,
     so it is left out as a whole. `left_out` returns the paths of stored values that are left out.
@@ -142,8 +142,8 @@ def join(common: Tree, target: Tree, own: Own | None = None) -> Tree:
     if isinstance(tree, _Spare):
         return tree.value
     if tree is HOLE:
-        heading, fix = "join: not all values of the root are loaded", "Load into the saved structure, or into a dict."
-        raise TreeError(error_text(heading, found=describe(target), expected=_description(common), fix=fix))
+        heading = "join: the target's outermost container has entries for which nothing is loaded"
+        raise TreeError(error_text(heading, fix="Load into a dict, or into the saved structure with all its shards."))
     return tree
 
 
@@ -204,13 +204,13 @@ def _missing_paths(common: Tree, tree: Tree, path: TreePath) -> Iterator[TreePat
 
 
 def _join(common: Tree, target: Tree, path: TreePath, own: Own | None, *, needed: bool = False) -> Tree:
-    """Return the join of two nodes; a hole if both have nothing, or if the joined container would be incomplete.
+    """Return the join of two nodes; `HOLE` if both have nothing, or if the joined container would be incomplete.
 
     Args:
         common: Stored node.
         target: The target's node.
         path: Path of both nodes.
-        own: The target's own values.
+        own: The target's own values, by path, which fill holes; None to fill no hole.
         needed: Whether the enclosing container needs an entry at this path, as all containers but dicts do.
     """
     if common is HOLE:
@@ -391,7 +391,7 @@ def is_hollow(tree: Tree) -> bool:
 
 
 def _holds_any(target: Tree) -> bool:
-    """Return whether a target's tree has any loaded value or local object."""
+    """Return whether a target's tree has a leaf that isn't a hole: a loaded value or a `LocalNonpersistentObject`."""
     return any(leaf is not HOLE for leaf in flatten(target)[0])
 
 

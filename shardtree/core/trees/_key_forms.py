@@ -96,9 +96,9 @@ class KeyForm:
 
     @cached_property
     def quick(self) -> tuple[int, ...]:
-        """Maximum lengths of keys that the regular expression matches quickly.
+        """Maximum lengths of keys that `expression` matches quickly, by the number of dots in a key.
 
-        Item n is the maximum for keys with n dots; the last item is the maximum for keys with any number of dots.
+        The last item is the maximum for keys whose number of dots isn't known, or is larger.
         """
         lengths = range(_LONGEST)
         usual = (partial(self._ways, dots) for dots in range(_USUAL_DOTS))
@@ -137,7 +137,8 @@ def is_quick(key: str, lengths: Sequence[int]) -> bool:
 
     Args:
         key: Key to match.
-        lengths: `KeyForm.quick` of the pattern; for several patterns, the minimum of each item.
+        lengths: Maximum lengths by number of dots, from `KeyForm.quick` of the pattern. For several patterns, item n is
+            the minimum of all patterns' items n.
     """
     if len(key) <= lengths[-1]:
         return True
@@ -274,6 +275,8 @@ def _places(pieces: Sequence[FormPiece], end: int, text: _Text) -> list[int]:
 
 def _walk(pieces: Sequence[FormPiece], places: Sequence[int], at: int, text: _Text) -> tuple[int, list[str]]:
     """Return the index at which a match of pieces ends, and the text of each piece that isn't literal.
+
+    The pieces are known to match.
 
     Args:
         pieces: Pieces to match.

@@ -170,7 +170,7 @@ def match_keys(doing: str, patterns: Iterable[str], keys: Iterable[str]) -> dict
         keys: Keys to match; those that no pattern matches are left out.
 
     Raises:
-        TreeError: A pattern is the first match of no key.
+        TreeError: A pattern is unused: it matches no key, or only keys that earlier patterns match.
 
     Examples:
         >>> match_keys("rename", ["layers.*.bias", "layers.*.*"], ["layers.3.bias", "layers.3.weight", "step"])
@@ -298,7 +298,8 @@ def near_names(keys: Iterable[str], names: Collection[str]) -> dict[str, str]:
 def near_patterns(patterns: Iterable[str], keys: Collection[str], *, widen: bool = True) -> list[str]:
     """Return the lines of an error about patterns that fit no key: each in quotes, with a guess if there is one.
 
-    A guess is the pattern with other stars or parts, or a key.
+    A guess is a similar key; or the pattern with ``**`` for ``*``, or with existing parts (texts between dots) for
+    unknown ones.
 
     Args:
         patterns: Patterns that fit no key.
@@ -332,7 +333,11 @@ def with_guesses(keys: Iterable[str], guesses: Mapping[str, str | None]) -> list
 
 
 def _nearly(pattern: str, keys: Collection[str], parts: Collection[str], widen: bool) -> str | None:
-    """Return a similar pattern that fits keys: existing parts replace unknown parts, or ``**`` replaces ``*``."""
+    """Return a similar pattern that fits a key, or None.
+
+    Similar names in `parts` replace the pattern's unknown parts (texts between dots). If `widen` is set and this isn't
+    enough, ``**`` replaces ``*``.
+    """
     own = [part for part in pattern.split(".") if "*" not in part and part not in parts]
     near = near_names(own, parts) if "*" in pattern else {}
     guess = ".".join(near.get(part, part) for part in pattern.split("."))

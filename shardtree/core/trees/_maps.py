@@ -230,7 +230,7 @@ def map_sharing(f: Callable[[Any], Any], tree: SameTree) -> SameTree:
     """Return the tree with each leaf replaced by a function's result; subtrees with unchanged leaves are shared.
 
     Raises:
-        UnsupportedValue: Shards lie in values that aren't nodes.
+        UnsupportedValue: Shards are hidden in leaves, as in an instance of a class that isn't registered.
 
     Examples:
         >>> tree = {"a": [1], "b": 2}
@@ -254,7 +254,13 @@ def map_sharing(f: Callable[[Any], Any], tree: SameTree) -> SameTree:
 
 
 def check_function(doing: str, field: str, value: object, expected: str = "a function") -> None:
-    """Raise MetadataError unless a value is callable, for example if a tree was passed instead of a function.
+    """Raise MetadataError if an argument isn't callable, such as a tree passed in place of the function.
+
+    Args:
+        doing: Name of the public function, for the error.
+        field: Name of the argument.
+        value: Value of the argument.
+        expected: Description of a right value, for the error.
 
     Examples:
         >>> check_function("map_shards", "f", len)

@@ -66,7 +66,9 @@ def fields_of(kind: type) -> tuple[Field, ...]:
 
 
 class Hole(Enum):
-    """The type of `HOLE`; an Enum, so that copies and pickles are the same object and type checkers know ``is HOLE``.
+    """The type of `HOLE`, the mark of a missing leaf.
+
+    It is an Enum, so that copying or unpickling gives the same object, and type checkers know ``is HOLE``.
 
     Examples:
         >>> import copy, pickle
@@ -193,7 +195,7 @@ def is_subclass(node: Tree) -> bool:
 
 
 def subclasses(tree: Tree) -> list[tuple[TreePath, Tree]]:
-    """Return (path, container) of the outermost containers for which `is_subclass` is true.
+    """Return (path, container) of the outermost instances of unregistered subclasses of dict, list or deque.
 
     Examples:
         >>> from collections import Counter
@@ -225,7 +227,7 @@ def _is_list(node: Tree) -> bool:
 
 
 def drop_holes(children: Mapping[Any, Tree]) -> dict[Any, Tree]:
-    """Return the children that aren't holes, by entry."""
+    """Return the children, by entry, without those that are `HOLE`, the mark of a missing leaf."""
     return {entry: child for entry, child in children.items() if child is not HOLE}
 
 

@@ -1,4 +1,4 @@
-"""Division and union of trees: partition and its inverse combine, merge, select, and prune."""
+"""Division and union of trees: `partition`, `combine` (its inverse), `merge`, `select` and `prune`."""
 
 from __future__ import annotations
 
@@ -56,7 +56,8 @@ def partition(
         more: Further conditions.
 
     Raises:
-        TreeError: A string would match other leaves in a shell, or a tree of booleans isn't a prefix of the tree.
+        TreeError: A string would match different leaves as a shell pattern, whose ``*`` matches dots too; or a tree of
+            booleans isn't a prefix of the tree.
         MetadataError: A condition has none of these types.
         UnsupportedValue: Shards lie in values that aren't nodes, as in an instance of a class that isn't registered.
 
@@ -243,8 +244,8 @@ def select(tree: Tree, wanted: Wanted) -> Tree:
             booleans may be a prefix of the tree.
 
     Raises:
-        TreeError: A string is ambiguous, since it would match other leaves in a shell, where ``*`` matches dots too; or
-            a tree of booleans isn't a prefix of the tree.
+        TreeError: A string would match different leaves as a shell pattern, whose ``*`` matches dots too; or a tree of
+            booleans isn't a prefix of the tree.
         UnsupportedValue: Shards lie in values that aren't nodes, as in an instance of a class that isn't registered.
 
     Examples:

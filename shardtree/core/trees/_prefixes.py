@@ -46,7 +46,7 @@ def broadcast_prefix(prefix: Tree, tree: Tree) -> Tree:
 
 
 def place_above(path: TreePath, places: Container[TreePath]) -> TreePath | None:
-    """Return the path in `places` that is equal to a path or above it, the shortest if several are; None if none is.
+    """Return the shortest prefix of a path, perhaps the whole path, that is in `places`; None if there is none.
 
     Examples:
         >>> place_above(("model", "w"), [("model",), ("step",)])
@@ -59,7 +59,7 @@ def place_above(path: TreePath, places: Container[TreePath]) -> TreePath | None:
 def prefix_places(
     prefix: Tree, tree: Tree, path: TreePath = (), place: TreePath | None = ()
 ) -> Iterator[tuple[TreePath, TreePath | None, Any]]:
-    """Yield (path in the prefix, path in the tree, leaf) for each leaf of a prefix.
+    """Yield (path in the prefix, path in the tree, value) for each leaf of a prefix; the value is the leaf.
 
     The path in the tree is None if the tree has no such path.
 
@@ -67,8 +67,9 @@ def prefix_places(
         prefix: Prefix of the tree. Containers may be of other classes than the tree's: only their entries or field
             names matter.
         tree: The tree; ignored if `place` is None.
-        path: Path of the prefix in a larger prefix.
-        place: Path of the tree in a larger tree; None if that tree has no such path.
+        path: Start of all yielded paths in the prefix: the path of `prefix` in a larger one.
+        place: Start of all yielded paths in the tree: the path of `tree` in a larger one; None if that has no
+            such path.
 
     Examples:
         >>> [*prefix_places({"a": 1, "c": 2}, {"a": [3, 4], "b": 5})]

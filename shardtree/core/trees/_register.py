@@ -16,11 +16,11 @@ _Class = TypeVar("_Class", bound=type)
 
 
 def register_dataclass(cls: _Class, *, static: Collection[str] = ()) -> _Class:
-    """Register a dataclass, so that tree maps, saves and loads enter its instances, and return it.
+    """Register and return a dataclass, so that tree maps, saves and loads enter its instances.
 
     Paths name its fields, as in ``state.params.w``. New instances are made without `__init__` or `__post_init__`, which
     might not accept a map's values. Attributes that aren't fields are dropped. A file stores an instance as a dict of
-    its fields, and a load makes an instance if its target has one there.
+    its fields. A load makes an instance again where the target has one.
 
     Classes of Flax and Equinox are dataclasses: ``register_dataclass(flax.training.train_state.TrainState)``. Fields
     that these libraries exclude from the tree, by ``flax.struct.field(pytree_node=False)`` or

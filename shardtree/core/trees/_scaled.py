@@ -1,7 +1,7 @@
 """Recognition of quantised tensors, by keys and dtypes: their values mean nothing without the scales in other tensors.
 
-The key suffixes are in a table here, since packages that can't import `quantised` change dtypes too. A test compares
-the table with the forms of `quantised`.
+The key suffixes are in a table here, since packages that change dtypes need them, but can't import `quantised`. A test
+compares the table with the forms of `quantised`.
 """
 
 from __future__ import annotations
@@ -75,14 +75,15 @@ BY_SCALES = (
 def scaled_values(
     tensors: Mapping[str, torch.dtype], stored: Callable[[list[str]], Mapping[str, torch.dtype]]
 ) -> Scaled:
-    """Return the keys of quantised tensors, each with the keys of its scales, among tensors to cast.
+    """Return the quantised tensors among tensors to cast: the keys of a tensor's scales, by the tensor's key.
 
-    A tensor counts as quantised if its dtype and key fit, and tensors exist that are named like its scales.
+    A tensor counts as quantised if its dtype and the end of its key are in the table of quantised forms, and a tensor
+    exists that has the name and dtype of its scales.
 
     Args:
         tensors: Dtype of each tensor that is to be cast, by key.
         stored: Function from keys to the dtypes of those keys that exist. It is called only if a tensor's dtype and key
-            fit.
+            are in the table.
 
     Examples:
         >>> there = {"w": torch.float8_e4m3fn, "w_scale": torch.float32, "mask": torch.float8_e4m3fn}

@@ -28,7 +28,9 @@ class Transform(Protocol):
 
 
 def target_through(target: Any, transform: Transform, *, cast: bool = False, plain: Sequence[str] = ()) -> Any:
-    """Return the target that a load must fill, so that a transform makes the given target from stored tensors.
+    """Return the tree that a load must fill in place of the target, as a transform's `stored_target` makes it.
+
+    Its leaves request stored tensors, and make the target's tensors from them.
 
     Args:
         target: Tree of shards and plain tensors.

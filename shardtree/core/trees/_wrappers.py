@@ -56,7 +56,7 @@ def has_factories(leaves: list[tuple[TreePath, Any]]) -> bool:
 
 
 def factory_of(leaf: Any) -> ShardedTensorFactory | None:
-    """Return the factory of a leaf: the leaf itself, or one for a shard of a wrapper subclass; None for other leaves.
+    """Return the leaf if it is a factory, or a new factory if it is a shard whose data is a wrapper subclass, or None.
 
     Examples:
         >>> factory_of(ShardedTensor.from_rank_offsets("w", torch.zeros(2))) is None
@@ -111,8 +111,8 @@ def _inner_shards(shard: ShardedTensor) -> dict[str, ShardedTensor] | None:
 def _by_place(key: str, inner: torch.Tensor, shard: ShardedTensor) -> ShardedTensor | None:
     """Return this rank's shard of a global tensor that has one whole inner tensor for each shard of the wrapper.
 
-    The leading axes of the global tensor are those of the grid of the wrapper's shards; the axes of `inner` follow. Such
-    a tensor loads in the same layout only. The result is None if the wrapper's shards form no regular grid.
+    The leading axes of the global tensor are the grid of the wrapper's shards; the axes of `inner` follow. Such a
+    tensor loads in the same layout only. The result is None if the wrapper's shards form no regular grid.
 
     Args:
         key: Key of the inner tensor.

@@ -198,7 +198,7 @@ NAMED: dict[tuple[str, str], Any] = {
 
 
 def named_record(value: Any, child: Child) -> Any:
-    """Return a copy of a record for `save_named`; `NotImplemented` for other values, and records that are not named.
+    """Return a copy of a record for `save_named`; `NotImplemented` for values that `is_named` doesn't accept.
 
     Args:
         value: Value of any type.
@@ -217,7 +217,7 @@ def named_record(value: Any, child: Child) -> Any:
 
 
 def save_named(value: Any, file: BinaryIO) -> None:
-    """Write a value to a file as torch.save does; it may contain records that `named_record` returned."""
+    """Write a value to a file as torch.save does; records from `named_record` are pickled by their class's name."""
     torch.save(value, file, pickle_module=_MODULE)
 
 

@@ -41,7 +41,7 @@ def _not_callable(name: str) -> Callable[..., Any]:
 
 
 def _items(items: Any = ()) -> list[Any]:
-    """Return the items that a call such as ``set([1, 2])`` passes; raise TypeError unless in a list or a tuple."""
+    """Return the items that a call such as ``set([1, 2])`` passes; raise TypeError unless they are a list or tuple."""
     # Lists and tuples only: a range of a few bytes can have more items than memory.
     if type(items) not in (list, tuple):
         raise TypeError(f"a container made from a {type(items).__name__}")

@@ -72,7 +72,7 @@ Element = Callable[[Any, tuple[int, ...]], int]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorSubclass:
-    """A DTensor before its state, which contains the local tensor and the mesh, has been read from the pickle.
+    """A placeholder for a DTensor until its state (the local tensor and the mesh) has been read from the pickle.
 
     Attributes:
         dtype: Dtype of the elements.
@@ -83,11 +83,11 @@ class TensorSubclass:
     shape: tuple[int, ...]
 
     def local_tensor(self, state: Any, element: Element) -> tuple[Any, DTensorParts]:
-        """Return the rank's local tensor, and its position in the DTensor.
+        """Return the rank's local tensor, and where it lies in the DTensor.
 
         Args:
             state: State of the DTensor in the pickle.
-            element: Function that returns an element of a stored tensor of integers: the mesh may be a tensor of ranks.
+            element: Function that returns an element of a stored tensor of integers, for a mesh that is such a tensor.
         """
         fields = _fields(state)
         spec = _fields(_stub(fields["_spec"], "DTensorSpec").state)
@@ -171,7 +171,7 @@ def _rank(mesh: dict[str, Any], position: tuple[int, ...], element: Element) -> 
     Args:
         mesh: Attributes of the DeviceMesh in the pickle.
         position: Coordinate of the process on each axis of the mesh.
-        element: Function that returns an element of a stored tensor of integers: the mesh may be a tensor of ranks.
+        element: Function that returns an element of a stored tensor of integers, for a mesh that is such a tensor.
     """
     if mesh.get("_rank") is not None:
         return exactly(int, mesh["_rank"])
@@ -310,7 +310,7 @@ def _with_lazy_bits(tensor: StoredTensor, extra: Any) -> StoredTensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Places:
-    """Functions for a pickle's reader that return descriptions of an archive's tensors.
+    """Functions that a pickle's reader calls for an archive's tensors; they return descriptions.
 
     Attributes:
         archive: Archive that is described.

@@ -99,7 +99,7 @@ def _overlaps(tensor: StoredTensor) -> bool:
 
 
 def fill_tensor(read: Read, tensor: StoredTensor, out: torch.Tensor, what: str) -> None:
-    """Read a stored tensor's elements into another tensor; at most one of the `strips` is in memory beside it.
+    """Read a stored tensor's elements into another tensor. The boxes of `strips` are read one by one, to save memory.
 
     Args:
         read: Function that returns a byte range of the archive, by its first byte and one past its last.

@@ -176,11 +176,11 @@ def _parse(data: bytes, what: str) -> Any:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DescribedTensor:
-    """A tensor as a pickle describes it: a view of a storage that has not been looked up.
+    """A tensor as a pickle describes it; its storage has not been looked up.
 
     Attributes:
         storage: Reference to the storage.
-        place: View of the storage.
+        place: Dtype, offset, shape and strides in the storage.
     """
 
     storage: StorageReference

@@ -155,7 +155,13 @@ def _find_zip64(extra: bytes) -> bytes:
 
 
 def _record_at(read: Read, entry: Entry, directory: int) -> Record:
-    """Return the record of a directory entry, after reading its own header; `directory` is the directory's offset."""
+    """Return the record of a directory entry, after reading the header in front of the record's bytes.
+
+    Args:
+        read: Function that returns a byte range of the archive.
+        entry: Entry of the directory.
+        directory: Offset of the directory.
+    """
     # The header's extra field can have another length than the directory's, since torch pads it to align the bytes.
     name, crc32, nbytes, at = entry
     if at + _LOCAL.size > directory:
@@ -180,7 +186,7 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True, slots=True)
 class WrittenRecord:
-    """A record that was written, as the directory at the archive's end will list it.
+    """A record that was written; the directory at the archive's end will list these fields.
 
     Attributes:
         name: Name in the archive.

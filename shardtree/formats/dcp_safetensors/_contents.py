@@ -255,7 +255,7 @@ def _check_told(checkpoint: Checkpoint, index: Index) -> None:
     ]
     if wrong:
         heading = f"open: tensors in {checkpoint.storage.where()!r} differ from LoadOptions(shapes=...)"
-        fix = "Copy the missing rank's file, or correct the shapes if they belong to another model."
+        fix = "Copy any missing file of a rank, or correct the shapes if they belong to another model."
         raise CorruptCheckpoint(error_text(heading, offenders=wrong, fix=fix))
 
 
@@ -265,7 +265,7 @@ def load_sharded(checkpoint: Checkpoint, shards: Sequence[ShardedTensor]) -> Rea
     Raises:
         KeyMismatch: No file has a part of a tensor.
         ShapeError: A tensor has another shape or dtype than its target; or a target allows any shape, and
-            ``LoadOptions(shapes=...)`` doesn't give the saved one.
+            ``LoadOptions(shapes=...)`` lacks the tensor's saved shape.
         UnsupportedValue: A tensor has a dtype that torch lacks.
         CorruptCheckpoint: The files aren't sound, or contradict each other.
     """
@@ -278,7 +278,7 @@ def load_sharded(checkpoint: Checkpoint, shards: Sequence[ShardedTensor]) -> Rea
         raise ShapeError(error_text(heading, offenders=lines, fix=fix))
     if others := _other_shapes(checkpoint, contents, shards):
         lines = (f"{key!r}: {reason}" for key, reason in sorted(others.items()))
-        fix = "Copy the missing file, or correct the target's shapes."
+        fix = "Copy any missing file of a rank, or correct the target's shapes."
         raise ShapeError(error_text("load: the target's shapes differ from the stored ones", offenders=lines, fix=fix))
     return load_from_index(checkpoint, contents.index, shards)
 
@@ -318,9 +318,10 @@ def _doubts(checkpoint: Checkpoint, contents: PartContents, shards: Sequence[Sha
 
 
 def _other_shapes(checkpoint: Checkpoint, contents: PartContents, shards: Sequence[ShardedTensor]) -> dict[str, str]:
-    """Return, by key, what is wrong with targets that have another shape than the stored tensor but must have the same.
+    """Return messages, by key, about targets whose shape differs from the stored tensor's.
 
-    The general error would advise setting `allow_shape_mismatch`, which would lose the rows of a missing file.
+    Targets that allow a mismatch, and tensors whose shapes the caller gave, are left out. These messages replace the
+    usual error, since that advises `allow_shape_mismatch`, which would hide the loss of a missing file's rows.
     """
     exact = {shard.key: shard.global_shape for shard in shards if not shard.allow_shape_mismatch}
     keys = sorted(exact.keys() - _told_keys(checkpoint))

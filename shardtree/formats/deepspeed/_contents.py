@@ -96,7 +96,7 @@ def _check_copies(checkpoint: Checkpoint, optimizer: Optimizer) -> None:
 
 
 def _has_values(checkpoint: Checkpoint, vectors: Sequence[Vector]) -> bool:
-    """Return whether a vector begins with at least three distinct values: simpler vectors may be equal by chance."""
+    """Return whether a vector begins with at least three distinct values; simple ones may equal another's by chance."""
     first = [replace(vector.tensor, shape=(min(_LOOKED_AT, *vector.tensor.shape),)) for vector in vectors]
     return any(tensor.shape[0] and filled(checkpoint, tensor).unique().numel() > 2 for tensor in first)
 
@@ -122,7 +122,7 @@ def _check_paddings(groups: Sequence[Sequence[Parameter]], optimizer: Optimizer,
     ]
 
     def zeros(rank: int, other: int) -> bool:
-        """Return whether a rank's moments are zeros at the offsets where the rank `other` has padding."""
+        """Return whether a rank's flat vectors of moments have zeros at the offsets of another rank's padding."""
         return not any(bool(filled(checkpoint, part).any()) for part in moments(rank, places[other]))
 
     def moments(rank: int, padding: Sequence[tuple[int, int, int]]) -> Iterator[StoredTensor]:
@@ -142,7 +142,7 @@ def _check_paddings(groups: Sequence[Sequence[Parameter]], optimizer: Optimizer,
                 checkpoint.storage.where(optimizer.masters[0][number].tensor.file) for number in (rank, other)
             )
             heading = f"load: {where!r} seems to be another rank's file"
-            found = f"moments that are not zero in this rank's padding, but are zero there in {other_where!r}"
+            found = f"non-zero moments in its rank's padding, and zeros at the same offsets in {other_where!r}"
             fix = (
                 "Files were renamed, exchanged or copied; copy each rank's own file, or load another checkpoint. "
                 "LoadOptions(verify=None) skips this check."
@@ -214,7 +214,8 @@ def _add_flat(
         state: Name of the state.
         parameters: Parameters of the group, in order.
         vectors: Flat vectors of the state, by rank.
-        split_by: Location of the model file whose shapes say how ZeRO-3 splits the vectors; None for ZeRO-1 and 2.
+        split_by: Location, for errors, of the model file with the shapes by which ZeRO-3 splits the vectors; None for
+            ZeRO-1 and 2.
     """
     cut = group_pieces if split_by is None else split_pieces
     what = f"the flat vector of {state!r}"
@@ -236,9 +237,18 @@ def _add_for_each(
     values: Sequence[Any],
     masters: Sequence[Vector],
 ) -> None:
-    """Add a state that each rank stores once for a whole group, such as its step, to each parameter of the group.
+    """Add a state that each rank stores once for a group, such as the step, to each parameter of the group.
 
-    Loads refuse the state if it is neither a number nor a tensor without axes.
+    Rank 0's value is loaded, after comparing it with the other ranks'. Loads refuse the state if rank 0's value is
+    neither a number nor a tensor without axes.
+
+    Args:
+        checkpoint: The open checkpoint.
+        tensors: Tensors that the state is added to.
+        state: Name of the state.
+        parameters: Parameters of the group, in order.
+        values: Value of the state, by rank.
+        masters: Vectors of the group's master weights, by rank, whose files have the state too.
     """
     value, others = values[0], [one if isinstance(one, (StoredTensor, int, float)) else None for one in values[1:]]
     first, *places = (checkpoint.storage.where(master.tensor.file) for master in masters)

@@ -132,7 +132,7 @@ def _whole(key: str, number: int, tensor: StoredTensor) -> list[Piece]:
 def _compare_replicas(
     files: Sequence[ArchiveFile], modules: Sequence[ValueAt], name: str, tensor: StoredTensor, tensors: Tensors
 ) -> None:
-    """Note the copies of a tensor in other ranks' files, so that loads compare them. Only ZeRO-3 stores such copies."""
+    """Add the copies of a tensor in other ranks' files to `tensors`, for loads to compare. Only ZeRO-3 has copies."""
     for file, module in zip(files[1:], modules[1:], strict=True):
         other = module.member(name).value
         if not prod(tensor.shape):
@@ -240,7 +240,7 @@ class Optimizer:
     scaler: Mapping[str, Any]
 
     def group_steps(self, group: int) -> list[Any]:
-        """Return a group's step on each rank: from its hyperparameters, as FusedAdam writes it, else from `steps`."""
+        """Return a group's step, by rank: the hyperparameter "step", which FusedAdam writes, or an item of `steps`."""
         owner = next((owner for owner, groups in enumerate(self.owners) if group in groups), None)
         rank_groups = [{} if owner is None else groups[owner] for groups in self.param_groups]
         return [values.get("step", step) for values, step in zip(rank_groups, self.steps, strict=True)]
@@ -298,7 +298,7 @@ def read_optimizer(checkpoint: Checkpoint, files: Sequence[ArchiveFile], first: 
 
 
 def _ranks(count: ValueAt) -> int:
-    """Return the number of ranks that saved, given a number or a list with a number for each group."""
+    """Return the number of ranks that saved, given a number or a list with a number for each param group."""
     counts = count.items() if isinstance(count.value, (list, tuple)) else [count]
     return max((number.count() for number in counts), default=0)
 

@@ -62,8 +62,9 @@ def is_whole(storage: Storage, name: str) -> bool:
 def find_weights(storage: Storage) -> str | None:
     """Return the name of a model's index, or of its single safetensors file; None if there is no clear choice.
 
-    As in transformers, usual names come first, each as a single file and then as an index; then the only index; then
-    the only safetensors file. One of several files, such as ``model-00001-of-00003.safetensors``, is not a model.
+    The first of these that exists is chosen: model.safetensors, its index, diffusion_pytorch_model.safetensors, its
+    index, the only index, the only safetensors file. One of several files, such as
+    ``model-00001-of-00003.safetensors``, is not a model.
 
     Args:
         storage: Storage of a folder, or of a single file, whose name in it is "".

@@ -129,7 +129,7 @@ class ModelContents:
         index: Index of the model's tensors, each as one chunk.
         refusals: Reason that a tensor cannot be loaded, by key, including tensors that the index lists but no file has.
         texts: Strings in all files' headers, by name; a dict by file where files differ.
-        needed: Least length of each file that a load may need, by name; 0 for a missing file that the index names.
+        needed: Minimum length that loads need a file to have, by file name; 0 for a missing file that the index names.
     """
 
     index: Index
@@ -267,7 +267,7 @@ def load_sharded(checkpoint: Checkpoint, shards: Sequence[ShardedTensor]) -> Rea
 
 
 def load_metadata(checkpoint: Checkpoint) -> Mapping[str, ShardedTensor | ShardedObject]:
-    """Return every stored tensor that can be loaded by its name, whole and without data."""
+    """Return the tensors that can be loaded, by name, whole and without data."""
     model_contents = read_contents(checkpoint)
     files = partial(_needed_files, model_contents)
     return IndexMetadata(model_contents.index, untaken=model_contents.refusals, files=files)

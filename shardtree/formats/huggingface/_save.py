@@ -57,12 +57,12 @@ from ._texts import TEXTS, header_texts, paths_without_room
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """The files of a model, and who writes what.
+    """The files of a model, and the ranks that write their headers.
 
     Attributes:
         files: Layouts of the files.
         file_of: Number of each tensor's file, by key.
-        head_writer: Rank that writes each file's header.
+        head_writer: Rank that writes the header, by the file's number.
     """
 
     files: tuple[ModelFile, ...]
@@ -84,9 +84,10 @@ class ModelSaving:
 
 
 def publish(pending: PendingSave, fields: Fields) -> None:
-    """Make a folder a model: rename its files, then write the index, which a single file doesn't need.
+    """Make a folder a model: rename its files, then write the index, which a model of a single file doesn't need.
 
-    If another format has the common state, metadata.json is written before the index, and commits the save.
+    If another format stores the common state, metadata.json is written before the index, and commits the save. There is
+    then an index even for a single file.
     """
     saving: ModelSaving = pending.state
     files, final_names = saving.model.files, saving.final_names
@@ -212,7 +213,7 @@ def save_common(pending: PendingSave, common: Any) -> Fields:
         fix = f"Leave them out of the tree, or {_NATIVE_COMMON}."
         raise UnsupportedValue(error_text(heading, offenders=map(render_path, paths), fix=fix))
     if not isinstance(pending.state, ModelSaving):
-        heading = f"save: no shards were written in the format {BACKEND!r}, which is that of the common state"
+        heading = f"save: the common state is to be saved as {BACKEND!r}, but the shards are saved in another format"
         fix = f"Pass sharded_strategy=({BACKEND!r}, {VERSION}) too, or common_strategy=('safetensors', 1)."
         raise StrategyError(error_text(heading, fix=fix))
     return {}
@@ -245,13 +246,13 @@ def _prepare(
 
 
 def _model(columns: ShardColumns, max_file_bytes: int, ranks: int | None, texts: Mapping[str, str]) -> Model:
-    """Return a model's files.
+    """Return the layouts of a model's files, and the ranks that write their headers.
 
     Args:
         columns: Shards of all ranks.
         max_file_bytes: Upper bound of the bytes of tensors in a file.
         ranks: Number of ranks, if each file must belong to one of them; None if they may share files.
-        texts: Strings of each file's header.
+        texts: Strings, by name, that each file's header gets.
     """
     kinds, writers = dict(zip(columns.keys, columns.kinds, strict=True)), None
     if ranks is not None:
@@ -283,7 +284,7 @@ def _layout(pending: PendingSave) -> ShardColumns:
 
 
 def _write(pending: PendingSave, model: Model, shards: Sequence[ShardedTensor]) -> str:
-    """Write this rank's parts, and return a hash of its header strings, by which rank 0 compares all ranks' strings."""
+    """Write this rank's parts, and return a hash of the rank's strings for headers; rank 0 compares all hashes."""
     files, rank = model.files, pending.world.rank
     if rank == 0:
         check_free(pending, files)

@@ -74,7 +74,7 @@ def paths_without_room(common: Any) -> list[TreePath]:
 
 
 def without_framework(common: Any) -> Any:
-    """Return a common state without the string "format", the framework's name, which a load does not return either.
+    """Return a common state without the header string named "format", which a load does not return either.
 
     Examples:
         >>> without_framework({"__metadata__": {"format": "pt", "alpha": "16"}})

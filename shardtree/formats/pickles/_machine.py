@@ -1,7 +1,8 @@
 """The reader of pickles: Python's own, changed to import nothing and to call only listed constructors, within limits.
 
 A few bytes can make a tuple that contains another tuple twice, which contains another one twice, and so on. Such a
-tuple takes little memory, but hashing it, or copying it without sharing, takes endless time and memory.
+tuple takes little memory, but hashing it, or copying it without sharing, takes endless time and memory. The reader
+refuses it.
 """
 
 from __future__ import annotations
@@ -183,7 +184,7 @@ def _slots(kind: type) -> tuple[str, ...]:
 
 
 def check_bounded(value: Any, length: int, helpers: frozenset[type] = frozenset()) -> None:
-    """Raise if a value has a cycle, is too deep, or would be too large without sharing.
+    """Raise if a value has a cycle, is too deep, or would be too large for its pickle if nothing were shared.
 
     Args:
         value: Value of a pickle.
@@ -230,7 +231,7 @@ def check_bounded(value: Any, length: int, helpers: frozenset[type] = frozenset(
 
 
 def _size(batch: list[Any], kinds: set[type]) -> int:
-    """Return the approximate number of values in a batch, including the direct members of its containers."""
+    """Return the approximate number of values in a batch and in its containers; `kinds` are the types in it."""
     containers = {kind for kind in kinds if issubclass(kind, _CONTAINERS)}
     return len(batch) + sum([len(value) for value in batch if type(value) in containers])
 
@@ -241,7 +242,7 @@ def _is_leaf(kind: type) -> bool:
 
 
 def _batch_contents(batch: list[Any], kinds: set[type]) -> list[Any]:
-    """Return the direct members of all values of a batch, in one list."""
+    """Return the direct members of all values of a batch, in one list; `kinds` are the types in it."""
     if kinds <= _PLAIN:
         return gc.get_referents(*batch)  # For these types it returns the same as `contents`, ten times as fast.
     plain = [value for value in batch if type(value) in _PLAIN]
@@ -293,8 +294,9 @@ class _Memo(dict[int, Any]):
 class Scan(Protocol):
     """A function that reads the regular, repeating parts of a pickle straight from its bytes, many values at a time.
 
-    It is called each time an object got its state, with the position of the next opcode, and returns the position after
-    the values that it read. It pushes a `Run` for them, and adds their memo numbers to `machine.memo.taken`.
+    It is called after each opcode BUILD, with the position of the next opcode, and returns the position after the
+    values that it read. It pushes a `Run`, their placeholder, and adds their number of memo entries to
+    `machine.memo.taken`.
     """
 
     def __call__(self, machine: Machine, at: int) -> int: ...
@@ -366,7 +368,7 @@ class Machine(pickle._Unpickler):
         return line
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return the constructor or value of a name; names of Python 2 mean today's classes."""
+        """Return the constructor or value that is listed for a class or function; names of Python 2 mean today's."""
         # torch.save writes protocol 2, where pickle itself calls int `__builtin__.long`.
         today = NAME_MAPPING.get((module, name)) or (IMPORT_MAPPING.get(module, module), name)
         for place in ((module, name), today):

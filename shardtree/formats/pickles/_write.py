@@ -75,11 +75,11 @@ class Persistent:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pairs:
-    """A dict whose keys and values a function writes, many at once.
+    """A dict whose keys and values are all written by one call of a function.
 
     Attributes:
         count: Number of pairs.
-        write: Function that writes each key followed by its value.
+        write: Function that writes all pairs, each key followed by its value.
     """
 
     count: int
@@ -87,7 +87,7 @@ class Pairs:
 
 
 def write_pickle(value: Any, *, protocol: int = 4) -> bytes:
-    r"""Return the pickle of plain values and calls.
+    r"""Return the pickle of plain values, and of calls that a reader makes.
 
     Classes and functions that it names need not be importable here. Equal strings and names are written once; a
     container that occurs twice is written twice.
@@ -160,7 +160,7 @@ class PickleWriter:
 
 
 def reference(number: int) -> bytes:
-    r"""Return the opcode that pushes the value with a memo number.
+    r"""Return the opcode that pushes the value with this number in the memo.
 
     Examples:
         >>> reference(7), reference(256)

@@ -55,7 +55,7 @@ class Piece:
         shape: Shape of the box; the tensor's for a flat range.
         start: First element of the flat range, -1 for a whole box.
         stop: One past its last element, -1 for a whole box.
-        scattered: Stored tensor of the box if its elements aren't in row-major order, else None.
+        scattered: Description with strides if the elements of the box aren't in row-major order, else None.
     """
 
     key: str
@@ -183,7 +183,7 @@ class Tensors:
         Args:
             keys: Keys of the tensors that have this value.
             one: Value that is loaded: a tensor, or a box of one.
-            other: Value in the second file; None if it has none.
+            other: Value in the second file; None if that file has none.
             places: Locations of the two files, for errors.
             offset: Offset of the box in the tensor; None for a whole tensor.
         """
@@ -209,7 +209,7 @@ def contents_of(
         tensors: Tensors that were collected from the files.
         common: Common state, with a `StoredTensor` in place of each tensor.
         objects: Sharded objects by unique key, with a `StoredTensor` in place of each tensor; None if there are none.
-        check: Function that raises if a file belongs to another rank, called once before any tensor is read; or None.
+        check: Function that raises if ranks' files were exchanged, called once before any tensor is read; or None.
         where: Function from a file's name to its location, for errors.
 
     Raises:

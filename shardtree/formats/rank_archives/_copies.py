@@ -40,7 +40,7 @@ class Copy(NamedTuple):
 
     Attributes:
         one: Value that is loaded.
-        other: Value of the other file; None if it has none.
+        other: Value of the other file; None if that file has none.
         places: Locations of the two files, for errors.
         offset: Offset of the box in the tensor.
         same: True if the values are equal, False if not, None if they must be read to know.
@@ -144,7 +144,7 @@ def resolution(checkpoint: Checkpoint, copies: AllCopies, keys: Set[str]) -> Res
 
 
 def _readable(checkpoint: Checkpoint, copies: AllCopies) -> Iterator[Copies]:
-    """Yield the copies of each box: the location of each copy's file, and a function that reads the copy."""
+    """Yield `Copies` for each box, with the location of each copy's file and a function that reads the copy."""
     for key, key_copies in sorted(copies.items()):
         boxes: dict[tuple[int, ...], list[tuple[str, Callable[[], Any]]]] = {}
         for one, other, places, offset, _ in key_copies:

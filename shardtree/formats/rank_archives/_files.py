@@ -50,13 +50,13 @@ class ValueAt:
     path: TreePath = ()
 
     def of(self, *kinds: type[Any]) -> Any:
-        """Return the value, which must have one of these types; a bool isn't an int."""
+        """Return `value`; raise CorruptCheckpoint unless it has one of these types. A bool isn't an int."""
         if not isinstance(self.value, kinds) or (type(self.value) is bool and bool not in kinds):
             raise self._wrong(_one_of(kinds))
         return self.value
 
     def count(self) -> int:
-        """Return the value as a number from 0 to 2**63 - 1."""
+        """Return `value`; raise CorruptCheckpoint unless it is an int from 0 to 2**63 - 1."""
         number: int = self.of(int)
         if not 0 <= number < 2**63:
             raise self._wrong("0 or more, in 64 bits")
@@ -201,7 +201,7 @@ def filled(checkpoint: Checkpoint, value: Any) -> Any:
 
 
 def hyperparameters(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return an optimizer's param groups without the entry "params", which has indices that only this optimizer uses."""
+    """Return an optimizer's param groups without the entry "params", the parameters' indices in this optimizer."""
     return [{name: value for name, value in group.items() if name != "params"} for group in groups]
 
 

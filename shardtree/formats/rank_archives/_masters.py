@@ -71,7 +71,7 @@ def _first_unlike(master: torch.Tensor, weight: torch.Tensor) -> int | None:
 
 
 def _place(shard: ShardedTensor, element: int) -> tuple[int, ...]:
-    """Return the indices in the global tensor of a shard's element."""
+    """Return the global indices of an element, given its flat index in the data of a shard."""
     if shard.flattened_range is not None:
         element += shard.flattened_range.start
     inside = [int(at) for at in np.unravel_index(element, shard.local_shape)] if shard.local_shape else []

@@ -1,4 +1,4 @@
-"""Contents of torch_checkpointing's folders, which have a file of torch.save for each item and rank."""
+"""Contents of torch_checkpointing's folders, with a file of torch.save for each rank and item (entry of the state)."""
 
 from __future__ import annotations
 
@@ -37,12 +37,14 @@ PathAt = tuple[str, str]
 class Listing:
     """Files and tensors of a folder, according to its file names and its metadata.pkl.
 
+    An item is an entry of the saved state, such as "model".
+
     Attributes:
         files: Name of each item's file, by item and rank.
-        boxes: Descriptions of plain tensors that are parts of a global tensor, by item and path, then by rank. Each
-            description, from metadata.pkl, has the global shape. It lists the boxes in the rank's tensor: their offsets
-            in the global tensor, their offsets in the rank's tensor, and their shapes.
-        described: Ranks whose files must contain a tensor according to metadata.pkl, by the tensor's item and path.
+        boxes: Descriptions in metadata.pkl, by (item, path) and then by rank, for global tensors whose parts are stored
+            as plain tensors. A description has the global shape, and lists the boxes in the rank's tensor: offset in
+            the global tensor, offset in the rank's tensor, and shape.
+        described: Ranks whose files must contain a tensor according to metadata.pkl, by (item, path).
     """
 
     files: Mapping[str, Mapping[int, str]]
@@ -168,7 +170,9 @@ RankPart = tuple[int, int, StoredTensor | StoredDTensor]
 
 
 def read_contents(checkpoint: Checkpoint) -> Contents:
-    """Return the contents of the items' files, after comparing tensors that several ranks have.
+    """Return the contents of the files of all ranks and items, after comparing tensors that several ranks have.
+
+    An item is an entry of the saved state, such as "model".
 
     Raises:
         CorruptCheckpoint: The save wasn't finished, a rank's file or a described tensor is missing, a file is named
@@ -228,7 +232,7 @@ def _check_described(storage: Storage, listing: Listing, holders: Mapping[PathAt
     Args:
         storage: Storage of the folder.
         listing: Listing of the folder.
-        holders: Ranks whose files contain a tensor, by the tensor's item and path.
+        holders: Ranks whose files contain a tensor, by (item, path); an item is an entry of the saved state.
     """
     wrong = []
     for (item, path), ranks in listing.described.items():
@@ -252,9 +256,9 @@ def _tensors(value: Any, path: TreePath) -> Iterator[tuple[TreePath, StoredTenso
 
 
 def _without_tensors(value: Any) -> Any:
-    """Return a value without its tensors, or a hole if nothing is left.
+    """Return a value without its tensors; `HOLE` if nothing is left.
 
-    Holes take the tensors' positions in lists and tuples; dicts lose the entries.
+    In lists and tuples `HOLE` replaces a tensor; dicts lose the entries.
     """
     if isinstance(value, (StoredTensor, StoredDTensor)):
         return HOLE

@@ -13,7 +13,7 @@ _NAME = re.compile(r"(.+)_(0|[1-9]\d{0,8})\.pt", re.DOTALL)
 
 
 def recognize(storage: Storage) -> Fields | None:
-    """Return the fields of metadata.json for a folder of torch_checkpointing; None for anything else.
+    """Return the fields that name the backend, for a folder of torch_checkpointing; None for anything else.
 
     Examples:
         >>> from shardtree.storage import MemoryStorage

@@ -87,7 +87,7 @@ Candidate = tuple[BucketPiece, ...]
 
 
 def is_bucket(key: str) -> bool:
-    """Return whether a key is that of a bucket's state.
+    """Return whether a key names a tensor that holds a bucket's master weights or moments.
 
     Examples:
         >>> group = "optimizer.distributed.dp_group_idx_0"
@@ -98,12 +98,12 @@ def is_bucket(key: str) -> bool:
 
 
 def is_bucket_size(unique_key: str) -> bool:
-    """Return whether an object holds the lengths of buckets."""
+    """Return whether a unique key names an object with the lengths of buckets."""
     return _SIZES.fullmatch(unique_key) is not None
 
 
 def is_groups(unique_key: str) -> bool:
-    """Return whether an object holds the optimizer's param groups of a model-parallel rank."""
+    """Return whether a unique key names an object with a model-parallel rank's param groups."""
     return _GROUPS.fullmatch(unique_key) is not None
 
 
@@ -127,8 +127,8 @@ def _bucket(name: str, match: re.Match[str], states: Mapping[str, TensorEntry]) 
     edges = {(*sorted(at for ((at,), _) in entry.boxes), entry.shape[0]) for entry in states.values()}
     dtypes = {state: entry.dtype for state, entry in states.items() if entry.dtype is not None}
     if dtypes.get(MASTER) is torch.int16:
-        heading = f"open: {name!r} lacks the fp32 master weights that identify its parameters: it has 16-bit remainders"
-        fix = "Load the model alone, or go on in Megatron-Core and save with store_param_remainders=False."
+        heading = f"open: {name!r} has only the low 16 bits of its fp32 master weights, and its parameters stay unknown"
+        fix = "Load the model alone, or resume in Megatron-Core and save there with store_param_remainders=False."
         raise UnsupportedValue(error_text(heading, fix=fix))
     if len(edges) != 1 or len(dtypes) != len(states) or dtypes.get(MASTER) is not torch.float32:
         fix = "The checkpoint was damaged or made by another program; load another one."

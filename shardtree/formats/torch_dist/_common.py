@@ -25,7 +25,7 @@ def load_common(checkpoint: Checkpoint) -> Any:
 
     Raises:
         CorruptCheckpoint: There is no such object.
-        UnsafeFile: Reading it takes pickled code, and `allow_pickle` isn't given.
+        UnsafeFile: Reading it would run pickled code, and `allow_pickle` isn't given.
     """
     listing = read_listing(checkpoint)
     if COMMON_OBJECT not in listing.values:
@@ -41,7 +41,7 @@ def load_dcp_common(checkpoint: Checkpoint) -> Any:
 
     Raises:
         CorruptCheckpoint: The paths of values contradict each other, or meta.pt can't be read.
-        UnsafeFile: Reading a value takes pickled code, and `allow_pickle` isn't given.
+        UnsafeFile: Reading a value would run pickled code, and `allow_pickle` isn't given.
     """
     listing = read_listing(checkpoint)
     numbers = {name: number for name, number in listing.values.items() if not is_object(name)}
@@ -69,12 +69,12 @@ def _with_meta(state: dict[str, Any], meta: Any) -> dict[str, Any]:
 def nested(leaves: Mapping[TreePath, Any], kinds: Mapping[TreePath, dict[Any, Any]] = MappingProxyType({})) -> Any:
     """Return leaves as nested dicts and lists; a number in a path is a position in a list.
 
-    A container that holds only holes becomes a hole itself, except for the outermost dict. Positions of a list without
-    a stored value are None, as in torch.distributed.checkpoint.
+    `HOLE` is the placeholder of a shard. A container with nothing but `HOLE` becomes `HOLE` itself, except for the
+    outermost dict. List positions without a stored value become None, as in torch.distributed.checkpoint.
 
     Args:
         leaves: Values by their paths.
-        kinds: For each dict that isn't a plain dict, an empty one of its type, by the dict's path.
+        kinds: Empty dict of the right type, for the path of each dict that isn't plain, such as an OrderedDict.
 
     Raises:
         ValueError: Paths contradict each other.
@@ -111,7 +111,7 @@ class _Container(dict[str | int, Any]):
 
 
 def _check_lists(root: _Container) -> None:
-    """Raise ValueError if a container has both names and positions, or if lists have too many missing positions."""
+    """Raise ValueError if a container's keys mix names with list positions, or if lists have too many gaps."""
     # The nodes are in a list rather than on the call stack, since paths come from a file and may be deep.
     gaps, nodes = 0, [root]
     while nodes:
@@ -217,9 +217,9 @@ def _is_one_value(node: Any) -> bool:
 
 
 def without_hollow(values: dict[str, Value], shard_keys: Set[str]) -> dict[str, Value]:
-    """Return values by name, without empty containers that have the name of a tensor or an object.
+    """Return plain values by name, without empty containers that have the name of a tensor or an object.
 
-    Such a container isn't a plain value: a rank without shards has it in place of a container of shards.
+    Such a container isn't a plain value: other ranks have shards in the same container.
 
     Examples:
         >>> without_hollow({"w": (("w",), []), "step": (("step",), 3)}, {"w"})

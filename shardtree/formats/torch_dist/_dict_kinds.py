@@ -1,7 +1,8 @@
 """Types of dicts in a common state that is stored flat: OrderedDicts, and defaultdicts with their factories.
 
-torch.distributed.checkpoint stores each value by its path, and makes plain dicts of all paths. The types are in an
-additional record of a value's archive; other readers ignore this record.
+torch.distributed.checkpoint stores each value by its path, and restores every dict as a plain one. Therefore the type
+of a dict is stored too, as an additional record in the archive of the dict's first value. Other readers ignore the
+record.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def decode_value(data: Buffer, what: str, options: LoadOptions) -> tuple[Any, Ki
 
     Raises:
         CorruptCheckpoint: The bytes aren't what was saved.
-        UnsafeFile: Reading the value takes pickled code, and `allow_pickle` isn't given.
+        UnsafeFile: Reading the value would run pickled code, and `allow_pickle` isn't given.
     """
     value, record = decode_with_holes(data, what, options), find_record(data, _RECORD, what=what)
     if record is None:

@@ -82,13 +82,13 @@ class Archives:
 def archives_of(
     names: Sequence[str], places: ArchivePlaces, rows: Column, shapes: Column, axes: Column, payload: Column
 ) -> tuple[Archives, Column]:
-    """Return the archives sorted by file and offset, and the number that each given archive gets, int64 (archives,).
+    """Return the archives sorted by file and offset, and each given archive's index among them, int64 (archives,).
 
     Args:
-        names: Key of each archive's tensor, or name of its object; objects follow after tensors.
+        names: Key of each archive's tensor, or name of its object; archives of tensors come first.
         places: Places that `.metadata` lists, in any order.
-        rows: Position of each archive's place in `places`, int64 (archives,).
-        shapes: Shape of each tensor, right-aligned, int64 (tensors, axes).
+        rows: Index of each archive in `places`, int64 (archives,).
+        shapes: Shape of each archived tensor, right-aligned, int64 (tensors, axes).
         axes: Number of axes of each shape, int64 (tensors,).
         payload: Length of each tensor in bytes, int64 (tensors,); an object's payload is its whole archive.
 
@@ -131,15 +131,15 @@ def archives_of(
 def _check_apart(
     files: Sequence[str], names: Sequence[str], file: Column, byte: Column, length: Column, order: Column
 ) -> None:
-    """Raise if two archives share bytes of a file, since one of them would be read as the other.
+    """Raise ValueError if two archives share bytes of a file, or if a file has two names.
 
     Args:
         files: Names of the files.
-        names: Names of the archives, in any order.
-        file: Number of each archive's file, int64 (archives,); all columns are in the order of files and bytes.
+        names: Names of the archives, not sorted.
+        file: Index of each archive's file in `files`, int64 (archives,); all columns are sorted by file and offset.
         byte: Offset of each archive in its file, int64 (archives,).
         length: Length of each archive, int64 (archives,).
-        order: Positions of the archives in `names`, int64 (archives,).
+        order: Index of each archive's name in `names`, int64 (archives,).
     """
     if len({"/".join(PurePosixPath(name).parts) for name in files}) != len(files):
         raise ValueError("a file has two names")
@@ -150,7 +150,7 @@ def _check_apart(
 
 
 def _refusal_rows(places: ArchivePlaces, rows: Column) -> Iterator[tuple[int, int]]:
-    """Yield the position in `rows` and the place number of each archive that cannot be read."""
+    """Yield ``(index in rows, index in places)`` for each unreadable archive; `rows` are indices in `places`."""
     if places.refusals:
         yield from ((row, place) for row, place in enumerate(rows.tolist()) if place in places.refusals)
 
@@ -265,7 +265,7 @@ def read_listing(checkpoint: Checkpoint) -> ArchiveListing:
 
 
 def parse(checkpoint: Checkpoint) -> ArchiveListing:
-    """Return the listing. One rank parses it for all, since a large `.metadata` takes many seconds."""
+    """Parse `.metadata`. One rank calls this for all ranks, since a large file takes many seconds."""
     try:
         # Parsing makes an object for each tensor, which the collector would scan, and no garbage.
         with collector_paused():

@@ -191,9 +191,9 @@ def _read_scattered(
 
 
 def _rows_of(plan: LoadPlan, start: int, tensor: StoredTensor) -> tuple[int, StoredTensor]:
-    """Return the rows of a tensor, along its first axis, that cover all reads of a plan.
+    """Return the range of a tensor's rows, along its first axis, that covers all reads of a plan.
 
-    The result is the offset of the first row, in bytes of the tensor in row-major order, and the rows as a tensor.
+    The result is the offset of the first row in the tensor's row-major bytes, and the rows as a `StoredTensor`.
 
     Args:
         plan: Plan with only the reads from this tensor.
@@ -275,7 +275,7 @@ def _step(checkpoint: Checkpoint, listing: ArchiveListing) -> float:
 
 
 def _steps(checkpoint: Checkpoint, listing: ArchiveListing) -> Iterator[tuple[str, float]]:
-    """Yield the stored steps, each with the name of its object."""
+    """Yield ``(name of the object, step)`` for each optimizer step in the stored objects with param groups."""
     names = [name for name in listing.values if is_groups(name)]
     objects = load_objects(checkpoint, [ShardedObject.empty_from_unique_key(name) for name in names])
     for name, data in zip(names, objects, strict=True):
@@ -368,7 +368,7 @@ def load_objects(checkpoint: Checkpoint, objects: Sequence[ShardedObject]) -> li
 
     Raises:
         KeyMismatch: The checkpoint lacks an object.
-        UnsafeFile: Reading an object takes pickled code, and `allow_pickle` isn't given.
+        UnsafeFile: Reading an object would run pickled code, and `allow_pickle` isn't given.
     """
     listing = read_listing(checkpoint)
     unique_keys = [item.unique_key for item in objects]

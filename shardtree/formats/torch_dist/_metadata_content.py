@@ -190,7 +190,9 @@ def _size(*arguments: Any) -> tuple[Any, ...]:
 
 @cache
 def metadata_classes() -> Mapping[tuple[str, str], Any]:
-    """Return the value of each name that `.metadata` may contain: a dtype, a plain tuple, or a stub.
+    """Return the replacement of each class, function or dtype that `.metadata` may name, by module and name.
+
+    A dtype stands for itself. A class or function is replaced by a constructor of stubs or of plain tuples.
 
     Examples:
         >>> metadata_classes()["torch", "float32"]
@@ -276,7 +278,7 @@ class _StubClass(Stub):
         return self
 
     def __init__(self, *arguments: Any) -> None:
-        """Leave the stub as `__new__` made it."""
+        """Do nothing, since `__new__` has filled the stub."""
 
     def __setstate__(self, state: Any) -> None:
         self.state = state

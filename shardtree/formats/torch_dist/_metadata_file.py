@@ -316,8 +316,8 @@ def _values(names: list[str], keys: list[str], offset: Column) -> dict[str, int]
     Args:
         names: Names of the values.
         keys: Key of the tensor, or name of the value, in each archive.
-        offset: Row of the chunk's offset in the table of shapes and offsets, for each archive; -1 for an archive of a
-            value, int64 (archives,).
+        offset: For each archive, the row of its chunk's offset in the table of shapes and offsets, or -1 if the archive
+            holds a value. int64 (archives,).
     """
     row_of = {keys[row]: row for row in np.flatnonzero(offset < 0).tolist()}
     if absent := [key for key in names if key not in row_of]:

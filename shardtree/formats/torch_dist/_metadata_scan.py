@@ -342,7 +342,7 @@ _FUNCTIONS = {"_get_layout", "_MEM_FORMAT_ENCODING", "MEM_FORMAT_ENCODING"}
 
 
 def _dtype_of(properties: Any) -> Any:
-    """Return the dtype in a tensor's properties, which the safe reader has read as an object."""
+    """Return the dtype in a tensor's properties; `properties` is the stub that the safe reader made."""
     if type(properties) is not Stub or properties.type_name.rpartition(".")[2] != "TensorProperties":
         raise Irregular("no properties")
     if type(properties.state) is not tuple or not properties.state:

@@ -276,7 +276,7 @@ def _begin(writer: PickleWriter, cls: Global, field: str) -> bytes:
 
 
 def _plain_opcodes(writer: PickleWriter, value: Any) -> bytes:
-    """Return the opcodes of a value; all names in it must have been written before."""
+    """Return the pickle opcodes of a value; all strings and classes in it must be in the writer's memo."""
     before = len(writer.memo)
     code = _opcodes(writer, value)
     if len(writer.memo) != before:
@@ -318,12 +318,15 @@ class Records:
 
 
 def _records(first: int, last: int, fields: Callable[[slice], Iterable[Field]]) -> Records:
-    """Return the opcodes of records, which are made in batches so that padding takes little memory.
+    """Return the pickle opcodes of the records `first` to `last`, without record `last`.
+
+    A record is an entry of a large collection in `.metadata`, such as a chunk of a tensor. Records are encoded in
+    batches to save memory, since fields are padded to equal length at first. The result has no padding.
 
     Args:
-        first: Number of the first record.
-        last: One past the number of the last record.
-        fields: Function from a slice of records to their fields, in order.
+        first: Index of the first record.
+        last: Index after the last record.
+        fields: Function that encodes a slice of records. It returns one `Field` for each part of a record, in order.
     """
     parts, lengths = [b""], [np.zeros(1, dtype=np.int64)]
     for begin in range(first, last, _AT_ONCE):
@@ -356,7 +359,7 @@ def _numbers(values: Column) -> Field:
 
 
 def _references(numbers: Column) -> Field:
-    """Return the opcodes that refer to memo numbers."""
+    """Return one pickle opcode for each memo number; it pushes the memo entry with that number."""
     code = np.empty((numbers.size, 5), dtype=np.uint8)
     short = numbers < 256
     code[:, 0] = np.where(short, ord("h"), ord("j"))

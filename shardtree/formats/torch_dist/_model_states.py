@@ -21,10 +21,10 @@ from ._listing import TORCH_DIST, ArchiveListing, read_listing
 
 
 class Comparisons:
-    """Result of comparing an open checkpoint's masters with its weights.
+    """Result of comparing the optimizer's float32 masters with the weights of an open checkpoint.
 
     Attributes:
-        all_alike: True once all masters were compared and equal their weights after rounding.
+        all_alike: True if all masters have been compared, and equal their weights after rounding; False before.
     """
 
     __slots__ = ("all_alike",)
@@ -46,7 +46,11 @@ _ROUNDED = frozenset({torch.bfloat16, torch.float16, torch.float32})
 
 
 def states_among(checkpoint: Checkpoint, listing: ArchiveListing, keys: Iterable[str]) -> list[str]:
-    """Return those keys that name optimizer states, sorted; [] if no master can be compared with its weight."""
+    """Return the keys of those optimizer states that need a comparison of masters with weights, sorted.
+
+    These are all optimizer states in `keys`. The list is empty if no master in the checkpoint can be compared with its
+    weight, or if Megatron-Core didn't write the checkpoint.
+    """
     if (checkpoint.fields.get("sharded_backend"), checkpoint.fields.get("sharded_backend_version")) != TORCH_DIST:
         return []  # Keys of other programs may mean something else.
     states = sorted(key for key in keys if _STATE.fullmatch(key))
@@ -66,7 +70,10 @@ def refused_among(listing: ArchiveListing, keys: Iterable[str]) -> Mapping[str, 
 
 
 def _pairs(checkpoint: Checkpoint) -> Mapping[str, Comparison]:
-    """Return each comparable pair of a master and a weight, by the master's key."""
+    """Return each pair of a float32 master and its weight of the same shape, by the master's key.
+
+    Weights of scaled dtypes, such as float8, are left out, since they can't be compared.
+    """
     return dict(_comparable(read_listing(checkpoint).index))
 
 
@@ -119,7 +126,10 @@ def differing(
 
 
 def _rows(index: Index, masters: Sequence[str], share: int, shares: int) -> Column:
-    """Return the chunks of masters in a share; a chunk belongs to the share that has its middle element."""
+    """Return the indices of the masters' chunks that one share of the comparison covers.
+
+    A chunk belongs to the share that has its middle element.
+    """
     numbers = index.find_keys(masters)
     rows = np.flatnonzero(np.isin(index.chunk_key, numbers))
     volume = np.where(

@@ -84,8 +84,8 @@ class States:
 def optimizer_index(checkpoint: Checkpoint, listing: ArchiveListing, fill: Fill) -> Index:
     """Return the index of a checkpoint, with optimizer states listed by parameter instead of by bucket.
 
-    A bucket doesn't name its parameters. They are found by value: this reads all weights and master weights once, and
-    compares them. Steps are listed too, but are read from the objects with param groups, not at the index's offsets.
+    A bucket doesn't name its parameters. This reads all weights and master weights once, to find the parameters by
+    value. Steps are listed too, but are read from the objects with param groups, not at the index's offsets.
 
     Args:
         checkpoint: The open checkpoint.
@@ -104,7 +104,7 @@ def optimizer_index(checkpoint: Checkpoint, listing: ArchiveListing, fill: Fill)
 
 
 def state_copies(checkpoint: Checkpoint, listing: ArchiveListing, fill: Fill) -> Iterator[Copies]:
-    """Yield the copies of each state whose parameter is stored by several data-parallel groups."""
+    """Yield the copies of each optimizer state that several data-parallel groups store, one `Copies` for each piece."""
     for matches in _by_pieces(_matches(checkpoint, listing, fill)).values():
         for state in sorted(
             {state for match in matches for state, _ in match.bucket.states} if len(matches) > 1 else ()
@@ -245,7 +245,7 @@ def _read(fill: Fill, bucket: Bucket, state: str, data: torch.Tensor, begin: int
 
 
 def _one_of_each(fill: Fill, matches: Sequence[Match]) -> list[Match]:
-    """Return one match for each parameter, after comparing the states of parameters that several ranks hold.
+    """Return one `Match` for each parameter, after comparing the states of parameters that several ranks store.
 
     Raises:
         CorruptCheckpoint: Ranks' states of a parameter aren't equal bit for bit.
@@ -345,7 +345,10 @@ def _without_buckets(index: Index) -> tuple[ShardColumns, Column, list[tuple[str
 def _ranges(
     listing: ArchiveListing, match: Match, state: str, dtype: torch.dtype
 ) -> Iterator[tuple[TensorKind, Range]]:
-    """Yield the stored ranges of a parameter's state, in order, each with the state's dtype and shape."""
+    """Yield ``(kind, range)`` for each stored range of a parameter's state, in order.
+
+    `kind` has the state's dtype, and the global shape of the model's tensor.
+    """
     first = match.begin
     begins, bytes_at = _chunks(listing.index, f"{match.bucket.name}.{state}")
     for piece in match.pieces:
@@ -362,7 +365,7 @@ def _ranges(
 
 
 def _chunks(index: Index, key: str) -> tuple[list[int], list[int]]:
-    """Return the offsets of a 1-D tensor's stored chunks, in elements and in bytes of the virtual file, in order."""
+    """Return the offsets of a 1-D tensor's chunks, in order: in elements, and in bytes of the index's virtual file."""
     (number,) = index.find_keys([key])
     rows = slice(*index.chunk_key.searchsorted((number, number + 1)).tolist())
     return index.chunk_offset[rows, -1].tolist(), index.chunk_byte[rows].tolist()

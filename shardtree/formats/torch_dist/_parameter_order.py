@@ -26,7 +26,7 @@ class ParameterPlace(NamedTuple):
     """A parameter's place in the order of `named_parameters()`; an earlier place compares as smaller.
 
     Attributes:
-        section: Number of the section: embeddings, layers, final norm, output; or position in the caller's names.
+        section: Index of the section (embeddings, layers, final norm, output), or of the name in `parameter_names`.
         layer: Number of the layer, -1 outside of layers.
         module: Number of the module in the layer.
         rest: Further indices, such as the expert's.
@@ -72,11 +72,11 @@ _ENDINGS = ("layer_norm_weight", "layer_norm_bias", "weight", "bias")
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """An order of a model's parameters: by patterns of modules, or by the caller's names.
+    """An order of a model's parameters: by patterns of their names in a layer, or by the option `parameter_names`.
 
     Attributes:
-        modules: Patterns of keys inside a layer, in order; empty if there are names.
-        names: Position of each parameter by its name, as the caller gave them; else None.
+        modules: Patterns of parameters' names inside a layer, in order; empty if `names` is given.
+        names: Index of each name in `parameter_names`; None if the option isn't given.
     """
 
     modules: tuple[str, ...] = ()
@@ -169,7 +169,7 @@ def choose(readings: Sequence[Sequence[Reading]], orders: Sequence[Order]) -> li
 
 
 def _pieces_of(reading: Reading) -> Iterator[Hashable]:
-    """Yield (offset, chunk) for a divided bucket; the chunk of an ambiguous parameter is the tuple of its candidates."""
+    """Yield (offset, chunk) for a divided bucket; an ambiguous parameter's chunk is the tuple of its candidates."""
     for unit in reading:
         pieces = unit.candidates[0] if _is_one(unit) else (unit.candidates,)
         size = (unit.end - unit.begin) // len(pieces)
@@ -215,13 +215,13 @@ def _may_be_copy(unit: Unit) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A bucket's parameter whose pieces in the model are known.
+    """A parameter in a bucket, matched with the stored chunks of the model that have its values.
 
     Attributes:
         bucket: Bucket that the parameter lies in.
         begin: First element in the bucket.
         end: One past the last element.
-        pieces: Chunks of the model that the parameter consists of, one after the other.
+        pieces: The chunks of the model: one, or the two halves of a gated fc1, one after the other.
     """
 
     bucket: Bucket
@@ -340,7 +340,7 @@ def _cuts(candidate: Candidate) -> Iterator[tuple[int, int]]:
 
 
 def _in_order(units: Sequence[Unit], order: Order) -> list[Candidate] | None:
-    """Choose each parameter's chunk by the module order, which is reversed in a buffer; None if several choices fit."""
+    """Choose each parameter's chunk by the module order, reversed in a buffer; return None unless one choice fits."""
     answer: list[Candidate | None] = [unit.candidates[0] if len(unit.candidates) == 1 else None for unit in units]
     chosen_pieces = {pieces for pieces in answer if pieces is not None}
     if len(chosen_pieces) < sum(pieces is not None for pieces in answer) or not all(unit.candidates for unit in units):
@@ -365,9 +365,9 @@ def _in_order(units: Sequence[Unit], order: Order) -> list[Candidate] | None:
 def _runs(
     rows: Sequence[int], units: Sequence[Unit], order: Order
 ) -> Iterator[tuple[list[int], ParameterPlace | None, ParameterPlace | None]]:
-    """Yield the rows of each run of ambiguous parameters, and the places of its two neighbours in the module order.
+    """Yield the rows of each run of parameters with several candidates, and the places in `order` of its neighbours.
 
-    Ambiguous parameters have several candidates. `rows` has one buffer's indices in `units`. At its ends, a place is None.
+    `rows` are the indices of one buffer's parameters in `units`. At an end of the buffer, a place is None.
     """
     run: list[int] = []
     above: ParameterPlace | None = None

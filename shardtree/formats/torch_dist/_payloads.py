@@ -42,7 +42,7 @@ class Payloads:
         begin: Offset of each payload in its file, `SCATTERED` if it isn't one row-major record, int64 (archives,).
         crc32: CRC32 of each payload, 0 if none is recorded, int64 (archives,).
         lengths: Length in bytes of each file in which archives were looked up.
-        places: Stored tensors that aren't in row-major order, by archive.
+        places: Strided layout of each tensor that isn't in row-major order, by the archive's number.
     """
 
     begin: Column
@@ -52,7 +52,7 @@ class Payloads:
 
 
 def payloads_of(checkpoint: Checkpoint, listing: ArchiveListing, numbers: Column) -> Payloads:
-    """Return the payloads of a checkpoint, after looking up those of the given archives.
+    """Look up the given archives, and return the payloads of all archives that were looked up so far.
 
     Raises:
         CorruptCheckpoint: An archive is missing, or holds another tensor than `.metadata` says.
@@ -282,7 +282,7 @@ def decoded(
 
     Raises:
         CorruptCheckpoint: An archive isn't what was saved.
-        UnsafeFile: Reading an archive takes pickled code, and `allow_pickle` isn't given.
+        UnsafeFile: Reading an archive would run pickled code, and `allow_pickle` isn't given.
     """
     unique_numbers = np.unique(np.array(numbers, dtype=np.int64))
     check_readable(listing, unique_numbers)

@@ -30,7 +30,7 @@ _TEXT = (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Patterns:
-    """Regular expressions for records of `.metadata`. Brackets list groups; "+" joins opcodes; fields mean their names.
+    """Regular expressions for records of `.metadata`. Brackets list groups, separated by commas; a "field" is its name.
 
     Attributes:
         memoized: True if tuples and objects have memo numbers, as `pickle` writes them; our own writer omits these.
@@ -84,7 +84,7 @@ REFERENCE = re.compile(_REF, re.DOTALL)
 
 
 def scanner(pattern: re.Pattern[bytes], data: bytes, at: int) -> Callable[[], re.Match[bytes] | None]:
-    """Return a function that returns the next match or None; each match begins where the last one ended."""
+    """Return a function that returns the next match or None. A match begins where the last ended, the first at `at`."""
     return pattern.scanner(data, at).match  # type: ignore[attr-defined,no-any-return]
 
 
@@ -116,7 +116,7 @@ _WIDTH = _widths()
 
 
 def joined(parts: Sequence[bytes]) -> tuple[Bytes, Column, Column]:
-    """Return the concatenation of byte ranges, and the begin and the end of each, int64 (ranges,)."""
+    """Return byte ranges joined to one padded buffer, and the begin and end of each in it, int64 (ranges,)."""
     buffer = np.frombuffer(b"".join((*parts, bytes(_PAST))), dtype=np.uint8)
     end = np.cumsum(np.fromiter(map(len, parts), dtype=np.int64, count=len(parts)))
     return buffer, np.concatenate(([0], end[:-1])) if parts else end, end
@@ -159,7 +159,7 @@ def references_at(buffer: Bytes, at: Column) -> tuple[Column, Column]:
 
 
 def numbers(parts: Sequence[bytes]) -> Column:
-    """Return the whole numbers in some byte ranges, each of which is one opcode."""
+    """Return the whole number in each byte range, int64 (ranges,); a byte range is one pickle opcode."""
     buffer, start, _ = joined(parts)
     return numbers_at(buffer, start)[0]
 
@@ -244,7 +244,7 @@ class Shapes:
         return np.where(memo_numbers[at] == number, row[at], -1)
 
     def table(self, most: int) -> tuple[Column, Column]:
-        """Return each shape's axis count, and an array of the padded shapes; ValueError if it has over `most` entries."""
+        """Return each shape's axis count, and an array of the padded shapes; ValueError if its size exceeds `most`."""
         self._flush()
         width = max([1, *(part.shape[1] for part in self.values)])
         if self.length * width > most:
@@ -327,7 +327,7 @@ class PickledShapes:
         Args:
             shapes: Table of shapes.
             base: Number of values in the pickle's memo before each shape, int64 (shapes,).
-            shape_of: Function that returns an earlier shape by its memo number, if the table lacks it; else raises.
+            shape_of: Function that returns an earlier shape, not in the table, by its memo number, or raises.
         """
         rows = np.full(self.is_new.size, -1)
         new = np.flatnonzero(self.is_new)
@@ -347,7 +347,7 @@ class PickledShapes:
 
 
 def match_pairs(pairs: Column, chunks: Column) -> tuple[Column, Column]:
-    """Return, for each row of `chunks`, the indices of the last equal row in `pairs` (-1: none) and first in `chunks`.
+    """Return indices of rows equal to each row of `chunks`: the last one in `pairs` (-1: none), the first in `chunks`.
 
     Examples:
         >>> pairs, chunks = np.array([[0, 4], [0, 0], [0, 4]]), np.array([[0, 0], [0, 4], [0, 0], [1, 0]])
@@ -386,7 +386,7 @@ def _repeats(rows: Column) -> bool:
 def without_repeated(sizes: Column, axes: Column, first: Column) -> Column:
     """Return rows of chunks such that each tensor and offset occurs once; a chunk with elements is preferred.
 
-    `sizes` has the chunks' padded shapes, `axes` their axis counts, `first` the first row of the same tensor and offset.
+    `sizes` has the chunks' padded shapes, `axes` their axis counts, `first` the first row with equal tensor and offset.
     """
     rows: Column = np.arange(first.size)
     again = np.flatnonzero(first != rows)

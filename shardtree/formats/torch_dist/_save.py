@@ -71,7 +71,7 @@ def collect(storage: Storage, rank_files: Sequence[RankFile]) -> WrittenContents
 
 
 def _sorted_once(columns: ShardColumns) -> Column:
-    """Return the rows in the order of key and offset, and only the first of those with the same key and offset."""
+    """Return the row numbers sorted by key and offset; of rows with the same key and offset, only the first stays."""
     # Only chunks without elements can repeat a place, and readers look up archives by place.
     order = np.lexsort((*columns.offset.T[::-1], columns.key))
     place = np.column_stack([columns.key, columns.offset])[order]
@@ -119,7 +119,7 @@ class Saving:
 
 
 def contents_by(pending: PendingSave, backend: str) -> tuple[Saving, WrittenContents]:
-    """Return the state of a save and the archives of its shards, which must be in the given backend's format.
+    """Return the state of a save and its shards' archives, after checking that the given backend wrote them.
 
     Raises:
         StrategyError: Another strategy wrote the shards.

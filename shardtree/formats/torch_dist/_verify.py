@@ -90,7 +90,7 @@ class _BatchResult:
 def _check_archive(
     checkpoint: Checkpoint, listing: ArchiveListing, reader: Reader, number: int, result: _BatchResult
 ) -> None:
-    """Check an archive of an open file, and add its findings to the result."""
+    """Check an archive in an open data file by its number, and add the findings to the result."""
     archives = listing.archives
     if number in archives.refusals:
         return

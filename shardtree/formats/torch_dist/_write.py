@@ -57,7 +57,7 @@ class ArchivedBox:
 
     @property
     def data(self) -> torch.Tensor | LazyTensor:
-        """Elements of the shard in the box."""
+        """The shard's elements inside this box."""
         data: torch.Tensor | LazyTensor = self.shard.data
         return data if self.begin < 0 else data[self.begin : self.begin + prod(self.shape)]
 
@@ -67,7 +67,7 @@ class FileLayout:
     """One rank's data file: objects first, then pieces of tensors, each an archive at a multiple of `ALIGNMENT`.
 
     Attributes:
-        objects: Unique key of each object, and its archive, which contains a list of only this object.
+        objects: Unique key and archive of each object; the archive contains a list with the object alone.
         pieces: Boxes of the rank's shards.
         columns: The same boxes as columns, one row for each.
         byte: Offset of each archive, objects first, int64 (archives,).
@@ -162,7 +162,7 @@ class RankFile:
 
 
 def data_file(rank: int, number: int = 0) -> str:
-    """Return the name of a rank's data file.
+    """Return the name of a rank's data file; `number` counts the files of one rank.
 
     Examples:
         >>> data_file(3)

@@ -4,7 +4,7 @@ from ...kit import Fields, Storage, fields_of_backend, parse_json
 
 
 def recognize(storage: Storage) -> Fields | None:
-    """Return the fields of metadata.json for a folder of zarr arrays of another program; None for anything else."""
+    """Return the fields that name the backend, for another program's folder of zarr arrays; None for anything else."""
     # A group of our own without metadata.json is an unfinished save, and must not open as another program's.
     if storage.length(".zgroup") is None:
         if storage.length("zarr.json") is None:
@@ -18,7 +18,7 @@ def recognize(storage: Storage) -> Fields | None:
 
 
 def is_whole(storage: Storage, name: str) -> bool:
-    """Return True if the metadata file of a group or an array was written to its end, that is, if it is JSON.
+    """Return True if the metadata file of a group or an array is complete JSON; raise if it isn't.
 
     Raises:
         CorruptCheckpoint: The file isn't JSON.

@@ -56,7 +56,7 @@ class StoredArray:
 
     @property
     def without_fill(self) -> str:
-        """Reason that elements without a chunk have no value; empty if they have the fill value."""
+        """Text of the error for a chunk that isn't stored; empty if the array has a fill value."""
         if self.fill is not None:
             return ""
         how = "null" if isinstance(self.document, dict) and "fill_value" in self.document else "missing"
@@ -64,7 +64,7 @@ class StoredArray:
 
     @property
     def counts(self) -> Shape:
-        """Number of files along each axis; a scalar has one axis of one element."""
+        """Number of files along each axis; (1,) for a scalar."""
         return tuple(-(-size // step) for size, step in zip(self.box, self.step, strict=True))
 
     @property

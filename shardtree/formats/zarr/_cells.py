@@ -39,9 +39,7 @@ class ChunkPieces:
 
 
 def pieces(offset: Column, chunk: Shape, box: Shape) -> ChunkPieces:
-    """Return the boxes of chunks of one shape that lie in the tensor and are contiguous in their chunk.
-
-    An `element` of the result is the index of a box's first element in its chunk.
+    """Return the parts of chunks that lie inside the tensor, divided into boxes that are contiguous in a chunk.
 
     Args:
         offset: Offset of each chunk in the tensor, int64 (chunks, axes).
@@ -132,7 +130,7 @@ def missing_cells(array: StoredArray, cells_with_files: Column, most: int = MOST
     Args:
         array: Array with the grid.
         cells_with_files: Cells that have a file, int64 (stored, axes).
-        most: Upper bound of the integers in the result: cells times axes.
+        most: Upper bound of the result's size, which is cells times axes.
 
     Raises:
         UnsupportedValue: There are too many cells, or too many bytes in them.
@@ -147,9 +145,9 @@ def missing_cells(array: StoredArray, cells_with_files: Column, most: int = MOST
         raise UnsupportedValue(error_text(heading, found=found, expected=expected, fix=fix))
     fill_bytes = min(prod(array.box) * array.dtype.itemsize, (total - len(cells_with_files)) * array.file_bytes)
     if fill_bytes > _MOST_FILLED:
-        found, expected = f"{fill_bytes} bytes", f"at most {_MOST_FILLED}"
+        found, expected = f"{fill_bytes} bytes in chunks to fill", f"at most {_MOST_FILLED}"
         fix = "Rewrite the array with all its chunks stored, or move it out of the checkpoint's folder."
-        heading = f"open: array {array.name!r} has too many bytes in chunks without a file"
+        heading = f"open: the missing chunks of array {array.name!r} are too large to fill with its fill value"
         raise UnsupportedValue(error_text(heading, found=found, expected=expected, fix=fix))
     if total == len(cells_with_files):
         return cells_with_files[:0]
@@ -266,11 +264,11 @@ def _unsound(storage: Storage, name: str, found: str, expected: str) -> CorruptC
 
 
 def inner_cells(array: StoredArray, cell: Column, numbers: Column) -> Column:
-    """Return the cells of a file's inner chunks in the grid of inner chunks, int64 (chunks, axes).
+    """Return the indices of a file's inner chunks in the array's grid of inner chunks, int64 (chunks, axes).
 
     Args:
-        array: Array of the chunks.
-        cell: Cell of the file in the grid of files, int64 (axes,).
+        array: Array with inner chunks.
+        cell: Index of the file in the grid of files, int64 (axes,).
         numbers: Numbers of the chunks in the file, int64 (chunks,).
     """
     counts = np.array(inner_counts(array), dtype=np.int64)

@@ -260,7 +260,9 @@ def _lz4_length(data: bytes, most: int) -> int:
 
 
 def _zstd_length(data: bytes, most: int) -> int:
-    """Return the sum of the decoded lengths of zstd frames, by their headers; an upper bound if a header has no length.
+    """Return the sum of the decoded lengths of zstd frames, by their headers.
+
+    A frame whose header has no length counts with an upper bound. Frames aren't read once the sum exceeds `most`.
 
     References:
         RFC 8878, section 3.1.1.

@@ -1,4 +1,4 @@
-"""Extensions of zarr 3: a reader refuses those that it doesn't know, unless the metadata marks them as optional."""
+"""Extensions of zarr 3: unknown ones are refused, unless the metadata marks them as optional."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _needed(extensions: list[Any]) -> list[Any]:
 
 
 def _known_codecs(codecs: list[Any]) -> list[Any]:
-    """Return codecs without the unknown ones that may be ignored, nested codecs included."""
+    """Return codecs without the unknown ones that may be ignored; these are left out of nested codecs too."""
     known: list[Any] = []
     for codec in codecs:
         if _may_ignore(codec) and not is_harmless(codec.get("name")):
@@ -116,7 +116,7 @@ def _unknown(kind: str, extension: Any, names: Collection[str] | None) -> Iterat
     Args:
         kind: Kind of the extension, such as "codec", for errors.
         extension: Object or name of the extension; other values are refused elsewhere.
-        names: Known names; None if unknown names are refused elsewhere, like those of codecs.
+        names: Known names; None for codecs, whose names are checked elsewhere.
     """
     fields = {"name": extension} if isinstance(extension, str) else extension
     name = fields.get("name") if isinstance(fields, dict) else None

@@ -1,4 +1,4 @@
-"""The layout of a save's chunk files: each shard is a chunk if a tensor's shards form a regular grid."""
+"""The chunk files of a save: a tensor's shards are its chunks if they form a regular grid; else it is one chunk."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def array_layouts(writes: ShardColumns, rank: int | None = None) -> Iterator[Arr
 
     Args:
         writes: Shards that all ranks write, only one replica of each.
-        rank: Rank whose tensors are yielded: those that it writes a part of. None for all tensors.
+        rank: Rank that writes a part of each yielded tensor; None to yield all tensors.
 
     Raises:
         IntegrityError: A file would have gaps, or two tensors would have the same folder.
@@ -160,7 +160,7 @@ def _regular_cell(columns: ShardColumns, box: Shape) -> Shape | None:
 
 
 def _file_shape(columns: ShardColumns, box: Shape, cell: Shape) -> tuple[Shape, Shape | None]:
-    """Return the shape of a file, and the shape of its inner chunks; None for the latter if a file is one chunk."""
+    """Return the shapes of files and of inner chunks, if shards have the shape `cell`; None for no inner chunks."""
     # Neighbouring cells of one rank share a file; otherwise stacked layers would have a small file for each layer.
     counts = tuple(-(-size // step) for size, step in zip(box, cell, strict=True))
     whole = (columns.start < 0) | (columns.stop - columns.start == volumes(columns.shape))
@@ -175,7 +175,7 @@ def _file_shape(columns: ShardColumns, box: Shape, cell: Shape) -> tuple[Shape, 
 
 
 def _common_blocks(writers: np.ndarray[Any, np.dtype[np.int64]]) -> Shape:
-    """Return the shape of the largest blocks that divide an array evenly, if all elements of a block must be equal.
+    """Return the shape of the largest blocks that divide the array `writers` evenly, with equal elements in each block.
 
     Examples:
         >>> _common_blocks(np.array([[0, 1], [0, 1], [2, 2], [2, 2]]))
@@ -280,8 +280,8 @@ def chunk_files(part: ArrayLayout, rank: int, numbers: Column) -> Iterator[Chunk
 def _whole(array: StoredArray, columns: ShardColumns, file: Column, step: Shape) -> Runs:
     """Return one run of bytes from each shard to its chunk file. The boxes of all shards must be whole chunks.
 
-    `file` is the index of each shard's chunk file, and `step` the shape of a chunk. In the result, `file` is the index
-    of a shard (the data's origin), and `target` is the index of a chunk file.
+    `file` is the index of each shard's chunk file, and `step` the shape of a chunk. The result is like that of a load
+    from the shards: its `file` is the index of a shard, and its `target` that of a chunk file.
     """
     place = columns.offset // np.array(step, dtype=np.int64) % np.array(inner_counts(array) or (1,), dtype=np.int64)
     strides = row_major_strides(np.array([inner_counts(array) or (1,)], dtype=np.int64))
@@ -294,8 +294,8 @@ def _whole(array: StoredArray, columns: ShardColumns, file: Column, step: Shape)
 def _planned_runs(part: ArrayLayout, columns: ShardColumns, files: Column, step: Shape) -> Runs:
     """Return the runs of bytes from shards to chunk files. The shards' boxes may have any shape.
 
-    `files` are rows of `part.cells`, and `step` is the shape of a chunk. In the result, `file` is the index of a shard
-    (the data's origin), and `target` is an index into `files`.
+    `files` are rows of `part.cells`, and `step` is the shape of a chunk. The result is like that of a load from the
+    shards: its `file` is the index of a shard, and its `target` an index into `files`.
     """
     # The write is planned as a load of chunks from shards, since the same code finds their intersections.
     slots = _slots(part.array, part.cells[files])
@@ -359,7 +359,7 @@ def write_chunk_file(
 
 
 def _buffers(file: ChunkFile, shards: Sequence[ShardedTensor]) -> Iterator[Buffer]:
-    """Yield the bytes of a whole chunk file: the runs in order, zeros beyond the tensor's edge, and the index."""
+    """Yield a whole chunk file's bytes: the shards' runs in order, zeros beyond the tensor's edge, and the index."""
     memories: dict[int, Buffer] = {}
     end = 0
     rows = (column.tolist() for column in (file.shard, file.byte, file.target, file.count))

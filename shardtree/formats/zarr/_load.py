@@ -95,7 +95,7 @@ def filled(array: StoredArray, length: int) -> torch.Tensor:
 
 
 def _check_size(array: StoredArray, length: int) -> None:
-    """Raise UnsupportedValue if a chunk's length in bytes is too large for decoding it in memory."""
+    """Raise UnsupportedValue if a decoded chunk of this length in bytes is too large for memory."""
     if length > _MOST_DECODED:
         found, expected = f"{length} bytes", f"at most {_MOST_DECODED}"
         heading = f"load: a chunk of array {array.name!r} is too large to be decoded"
@@ -249,7 +249,7 @@ def _read_arrays(checkpoint: Checkpoint) -> Group:
 
 
 def _with_fill(array: StoredArray) -> StoredArray:
-    """Return the array; a v2 array without a fill value gets 0, since zarr-python doesn't store its chunks of zeros."""
+    """Return the array; a v2 array without a fill value gets 0, since zarr-python omits v2 chunks of only zeros."""
     return replace(array, fill=0) if array.fill is None and array.document["zarr_format"] == 2 else array
 
 

@@ -1,6 +1,6 @@
-"""Folders that we save, which are valid zarr for other readers: objects, common state and index are arrays of bytes.
+"""Folders that our `save` writes. Other readers can read them as zarr: objects, common state and index are byte arrays.
 
-A removal of keys writes a new index before it removes files.
+Keys are removed safely: a new index is written before files are removed.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def write_blob(
 
 
 def encode_columns(index: Index) -> bytes:
-    """Encode the columns of an index, as trees of plain values are encoded."""
+    """Return the columns of an index, encoded as a tree of plain values."""
     return encode_tree(index.columns())
 
 

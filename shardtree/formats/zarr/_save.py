@@ -216,10 +216,12 @@ def _all_writes(pending: PendingSave, tensors: Sequence[ShardedTensor]) -> tuple
         # The work is shared as in `save`, and computed again, since every rank must know the writer of each file.
         columns = select_rows(pending.layout, np.flatnonzero(level_writes(pending.layout, pending.world.size)))
     mine = np.flatnonzero(columns.rank == pending.world.rank)
-    if [columns.keys[number] for number in columns.key[mine].tolist()] != [shard.key for shard in tensors]:
+    keys, agreed = [shard.key for shard in tensors], [columns.keys[number] for number in columns.key[mine].tolist()]
+    if keys != agreed:
         heading = "save: the shards to write differ in number, keys or order from those that the ranks agreed on"
-        fix = "Pass the shards to the format's function as `save` passes them, all and in order."
-        found, expected = f"{len(tensors)} shards to write", f"{mine.size} shards agreed on"
+        fix = "Pass all shards that `save` passes to the format, in the same order."
+        same = next((at for at, pair in enumerate(zip(keys, agreed, strict=False)) if len({*pair}) > 1), len(agreed))
+        found, expected = (f"{len(each)} shards, from index {same} on: {each[same:][:3]}" for each in (keys, agreed))
         raise IntegrityError(error_text(heading, found=found, expected=expected, fix=fix))
     own_numbers = np.full(len(columns), -1, dtype=np.int64)
     own_numbers[mine] = np.arange(mine.size)

@@ -173,8 +173,9 @@ def _write_box(item: WriteItem) -> Box:
 def _common(world: World, gathered: Sequence[_Archives]) -> dict[str, Any]:
     """Return the common state with all ranks' plain values on rank 0, an empty dict on the other ranks.
 
-    A value keeps its path in the state if a load by DCP would give it the same name again. Otherwise, as in a list that
-    also holds tensors, its position would be lost, and it is stored under its name.
+    DCP names each value by its flattened path, such as ``"optimizer.groups.0"``. The values under one top-level key are
+    nested again by their paths if DCP would flatten the result to the same names. Otherwise they are stored flat, by
+    name. That happens to a list that also holds tensors, since DCP doesn't flatten a list without tensors.
     """
     if world.rank != 0:
         return {}

@@ -38,15 +38,15 @@ def from_dtensors(
     """Return the tree with this rank's local part of each DTensor as a shard, for `save` and as a target of `load`.
 
     Nothing is communicated or copied. A local tensor that is one box of the global tensor becomes a ShardedTensor; a
-    local tensor that consists of several boxes becomes a ShardedTensorFactory. Other values are unchanged: plain
-    tensors are common values. A DTensor on a mesh that this rank isn't in is left out.
+    local tensor that consists of several boxes becomes a ShardedTensorFactory. Other values are unchanged, so `save`
+    stores plain tensors with the common state. A DTensor on a mesh that this rank isn't in is left out.
 
     Args:
         tree: Dicts, lists and tuples with DTensors of any placements except `Partial`, such as the results of torch's
             `get_model_state_dict` and `get_optimizer_state_dict`.
         key: Function that returns the key of the tensor at a path; by default the path joined by dots.
         within: DeviceMesh whose ranks all hold this tree. A DTensor on a slice of this mesh is replicated along the
-            mesh's other axes. By default it is each DTensor's root mesh; with pipeline parallelism pass the stage's
+            mesh's other axes. The default is the root mesh of each DTensor. With pipeline parallelism, pass the stage's
             mesh, as in ``root["dp", "tp"]``. Without such a DeviceMesh, pass a `layouts.Mesh` of global ranks.
         strided: Meaning of a `_StridedShard`: "fsdp2" if it is FSDP2's, which cuts tensor-parallel shards further;
             "dtensor" if placements apply left to right. By default, a size for which the two meanings differ is an
@@ -169,7 +169,8 @@ def _dtensor(path: TreePath, leaf: Any, like: Any) -> Any:
 def _make_dtensor(local: torch.Tensor, like_local: torch.Tensor, like: Any) -> Any:
     """Return a DTensor with the mesh, placements and shape of `like`, and another local tensor.
 
-    It is on the mesh's kind of device, unless CPU offload keeps `like` on another device: then it is there too.
+    The local tensor is moved to the mesh's kind of device. If CPU offload keeps `like_local` on another device, it is
+    moved there instead.
     """
     from torch.distributed.tensor import DTensor
 

@@ -36,15 +36,15 @@ Shapes: TypeAlias = Mapping[str, tuple[int, ...] | None]
 
 @dataclass(frozen=True, slots=True)
 class ModuleKeys:
-    """Keys that only one of a module and a checkpoint has.
+    """Keys that the module or the checkpoint lacks.
 
     Attributes:
         missing: Sorted keys of the module's tensors that aren't stored, and so keep their values; also names that a
             hook reports as missing.
         unused: Sorted keys of stored tensors that the module has no name for, or that its `load_state_dict` doesn't
             take.
-        kept: Sorted keys of other values that aren't stored, and that the module keeps: extra states without tensors,
-            and a batch norm's `num_batches_tracked`, which old checkpoints lack.
+        kept: Sorted keys of values that aren't stored, but don't count as missing, and so keep their values: extra
+            states without tensors, and a batch norm's `num_batches_tracked`, which old checkpoints lack.
     """
 
     missing: tuple[str, ...]
@@ -286,7 +286,7 @@ def _refuse_missing(missing: Mapping[str, str], loading: _Loading, shapes: Shape
     if missing:
         stored_keys = sorted(name for name, shape in shapes.items() if shape is not None)
         found = f"{len(stored_keys)} stored keys, such as {', '.join(stored_keys[:3])}"
-        fix = "Tie weights that to_empty() took apart, map names to stored keys by key=, or pass strict=False."
+        fix = "Tie again the weights that to_empty() untied, map names to stored keys by key=, or pass strict=False."
         offenders = [
             f"{key} (which a hook leaves out of state_dict)" if name in loading.hidden else key
             for key, name in sorted(missing.items())

@@ -43,7 +43,10 @@ class ModuleSource:
 
     @cached_property
     def objects(self) -> Mapping[str, str]:
-        """Key in `tree.metadata` of each stored object, by its attribute `key`; of several with that `key`, the last."""
+        """Mapping from the `key` of each stored object to its unique key, under which `tree.metadata` has it.
+
+        If several objects have the same `key`, the last one counts.
+        """
         return {shard.key: name for name, shard in self.tree.metadata.items() if isinstance(shard, ShardedObject)}
 
 

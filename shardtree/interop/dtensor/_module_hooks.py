@@ -62,7 +62,10 @@ def own_hooks(module: torch.nn.Module) -> list[str]:
 
 
 def has_renaming_hooks(module: torch.nn.Module) -> bool:
-    """Return whether a module's hooks may take entries whose names aren't in its state dict."""
+    """Return whether a module may load stored entries whose names its own state dict lacks.
+
+    All load pre-hooks except FSDP2's may rename entries, and so may a `_load_from_state_dict` that isn't torch's.
+    """
     hooks = module._load_state_dict_pre_hooks.values()
     return bool(own_hooks(module)) or not all(map(is_of_fsdp2, hooks))
 

@@ -1,4 +1,4 @@
-"""A module's tensors by the names that `load_state_dict` looks for, and by stored key, with tied tensors once."""
+"""A module's tensors by name in `load_state_dict`; and by stored key, where tied tensors count as one tensor."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Fill:
     """A stored tensor that goes into a module's tensor.
 
     Attributes:
-        name: Name of the tensor in `load_state_dict`.
+        name: Key of the tensor in the state dict that `load_state_dict` takes.
         tensor: Parameter or buffer of the module.
         stored: Stored value that goes into it.
     """
@@ -104,12 +104,14 @@ def _has_key(key: Callable[[str], str], name: str, stored_key: str) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Named:
-    """A module's tensors in three groups: to fill, to compare, and to copy to. Tied tensors share memory, and are one.
+    """A module's tensors in three groups: to fill, to compare, and to copy to.
+
+    Tied tensors share memory and count as one tensor, which may have several stored keys. Conversely, several tensors
+    in different memory may have the same stored key.
 
     Attributes:
-        targets: Tensors to fill, by the first of their stored keys.
-        aliases: The same tensors by each further stored key, for tied tensors that have several. The values stored
-            there are only compared.
+        targets: Tensors to fill, by their first stored key.
+        aliases: Tied tensors, by each further stored key. The values stored there are only compared.
         copies: Pairs ``(filled, other)`` of tensors in different memory with the same stored key: the first is copied
             to the second.
     """
@@ -194,8 +196,8 @@ def _refuse_unlike(key: str, tensors: Tensors) -> None:
 def unfilled(tensors: Tensors, missing: Iterable[str], keys: Mapping[str, str]) -> dict[str, str]:
     """Return the module's tensors that are stored under none of their names.
 
-    The result maps one name of each such tensor to the keys that were looked for, one for each of its names. They are
-    joined in a text, such as "a = b" for a tensor with two names.
+    The result maps one name of each such tensor to a text with the keys that were looked for. The text for a tensor
+    with several names may have several keys, such as "a = b".
 
     Args:
         tensors: The module's tensors by all of their names.

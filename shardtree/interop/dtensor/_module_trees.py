@@ -69,8 +69,8 @@ def module_tensors(tree: Any, module: torch.nn.Module) -> dict[str, torch.Tensor
     keeps its own tensors.
 
     Args:
-        tree: Shards, or tensors, by the names that `from_module` gives: its result after any tree functions, or what
-            `load` returned for it.
+        tree: Result of `from_module`, of tree functions on it, or of a `load` with it as target: shards or tensors by
+            the module's names.
         module: Module whose DTensors give meshes and placements, and whose parameters decide what requires a gradient.
 
     Raises:

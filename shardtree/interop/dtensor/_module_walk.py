@@ -153,7 +153,7 @@ class Walk:
 def walk(module: torch.nn.Module, entries: dict[str, Any], prefix: str, state: Walk) -> None:
     """Walk over a module and its children, in torch's order, and record which stored values they load.
 
-    For a module with load hooks of its own, nothing is recorded: it loads its tensors during the walk.
+    A module with load hooks of its own loads its tensors during the walk; other loads stay pending.
 
     Args:
         module: The module.
@@ -298,7 +298,7 @@ def _visit(
     prefix: str,
     state: Walk,
 ) -> _Visit:
-    """Return the recorded load of a module, as torch's `_load_from_state_dict` would fill tensors and report keys.
+    """Return a record of the tensors that torch's `_load_from_state_dict` would fill, and the keys it would report.
 
     Args:
         module: The module.
@@ -306,7 +306,8 @@ def _visit(
         direct: Values for the module itself, by name.
         below: Values for each of its children, by the child's name.
         prefix: Prefix of the names of the module's entries.
-        state: Walk that receives the stored keys of unexpected names, and the names of buffers that keep their values.
+        state: Walk that receives the stored keys of unexpected entries, and the names of buffers that keep their
+            values.
     """
     extra = f"{prefix}{EXTRA_STATE}"
     takes_extra = type(module).set_extra_state is not torch.nn.Module.set_extra_state
@@ -347,6 +348,7 @@ def _naming(module: torch.nn.Module, prefix: str, hooks: Sequence[str]) -> Itera
         error.add_note(f"asked for by {where}")
         raise
     except Exception as error:
-        fix = "Load a checkpoint that the function accepts, or correct it. The module may be partly overwritten."
+        fix = "Load a checkpoint that the function accepts, or correct the function."
         found = f"{type(error).__name__}: {error}"
-        raise CheckpointingException(error_text(f"load_module: {where} raised", found=found, fix=fix)) from error
+        heading = f"load_module: {where} raised an error; the module may be partly overwritten"
+        raise CheckpointingException(error_text(heading, found=found, fix=fix)) from error

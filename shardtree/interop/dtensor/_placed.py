@@ -172,21 +172,25 @@ def spec_of(dtensor: Any) -> PartitionSpec:
             cuts[dim].append(AxisSplit(axis, getattr(placement, "split_factor", 1)))
     # Newer versions of torch record the order of cuts separately: the placements alone don't show it.
     order = getattr(getattr(dtensor, "_spec", None), "shard_order", None) or ()
-    odd = [f"axis {tensor_dim}: {mesh_dims}" for tensor_dim, mesh_dims in order if list(mesh_dims) != sorted(mesh_dims)]
+    odd = [
+        f"tensor axis {tensor_dim}: sharded over mesh axes {list(mesh_dims)}, expected {sorted(mesh_dims)}"
+        for tensor_dim, mesh_dims in order
+        if list(mesh_dims) != sorted(mesh_dims)
+    ]
     if odd:
         heading, fix = (
-            "a DTensor's axis is sharded over mesh axes in another order than left to right",
+            "a DTensor is sharded over mesh axes in another order than ascending",
             "Redistribute the DTensor to Replicate() on every mesh axis, then back to its placements.",
         )
-        raise UnsupportedValue(error_text(heading, offenders=odd, expected="mesh axes in ascending order", fix=fix))
+        raise UnsupportedValue(error_text(heading, offenders=odd, fix=fix))
     return PartitionSpec(*map(_entry, cuts))
 
 
 def _cut_dim(placement: Any) -> int | None:
     """Return the tensor axis that a placement cuts; None if it replicates."""
     if placement.is_partial():
-        fix = "Call .redistribute() with Replicate() or Shard() in place of Partial, which reduces the values."
-        heading = f"a DTensor is Partial, {placement}: its values have to be reduced over ranks first"
+        fix = "Reduce them by .redistribute(), with Replicate() or Shard() in place of Partial."
+        heading = f"a DTensor has a Partial placement, {placement}: its values have to be reduced over ranks first"
         raise UnsupportedValue(error_text(heading, fix=fix))
     if placement.is_replicate():
         return None
@@ -200,7 +204,7 @@ def _cut_dim(placement: Any) -> int | None:
 def _entry(cuts: Sequence[AxisSplit]) -> SpecEntry:
     """Return the spec entry of one tensor axis, given the mesh axes that cut it.
 
-    The entry is the mesh axis's name for a single unstrided cut, None without cuts, and otherwise the tuple of cuts.
+    The entry is None without cuts, the mesh axis's name for a single cut with `split_factor` 1, else the tuple of cuts.
     """
     plain = len(cuts) == 1 and cuts[0].split_factor == 1
     return cuts[0].axis if plain else tuple(cuts) or None
@@ -269,7 +273,7 @@ class ReadOptions:
         if self.replicated is not None and (self.within is None or isinstance(self.within, Mesh)):
             # A Mesh doesn't know which of its ranks this one is.
             heading = "from_dtensors: replicated= needs within=, a DeviceMesh"
-            fix = "Pass within=mesh, the DeviceMesh whose ranks all hold these plain tensors."
+            fix = "Pass as within= the DeviceMesh of all ranks that hold the tensors selected by replicated=."
             raise MetadataError(error_text(heading, fix=fix))
 
 

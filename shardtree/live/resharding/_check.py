@@ -133,7 +133,7 @@ def _first_problems(target: ShardColumns, transfers: Transfers, rows: Column, wh
 
 
 def _wrong_counts(target: ShardColumns, transfers: Transfers) -> Iterator[Problem]:
-    """Yield the shards with missing elements or elements written twice."""
+    """Yield the problems of target shards with missing elements or elements written twice."""
     counts = group_sums(transfers.target, volumes(np.maximum(transfers.shape, 0)), len(target))
     # The number of elements alone isn't enough: an element written twice would hide a missing one.
     is_repeated = np.zeros(len(target), dtype=np.bool_)

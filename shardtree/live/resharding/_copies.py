@@ -177,8 +177,8 @@ def copy_transfers(plan: ReshardPlan, rows: Column, sources: Memories, targets: 
 
     Args:
         plan: Plan of the transfers.
-        rows: Rows of the transfers to write. Hops are written in ascending order, and each hop's transfers in the
-            order of `rows`.
+        rows: Rows of the transfers to write. Hop 0 reads source shards, later hops read target shards. Hops are written
+            in ascending order, and each hop's transfers in the order of `rows`.
         sources: Data of source shards, by row.
         targets: Tensors of target shards, by row, to write into.
     """

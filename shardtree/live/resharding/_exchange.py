@@ -101,12 +101,12 @@ def wanted_cells(columns: ShardColumns, *, is_cut: bool = True, most: int = MOST
 
 
 def _as_own_tensors(columns: ShardColumns, place: Column, alone: Column) -> ShardColumns:
-    """Return the shards with some of the distinct boxes moved to separate tensor keys, so that they overlap no others.
+    """Return the shards with some boxes moved to tensor keys of their own, so that the moved boxes overlap no others.
 
     Args:
         columns: Shards of all ranks.
         place: Number of each shard's box, equal for equal boxes of a tensor, int64 (shards,).
-        alone: Numbers of the boxes to move, ascending.
+        alone: Values in `place` of the boxes to move, ascending.
     """
     if not alone.size:
         return columns
@@ -313,9 +313,8 @@ def _deal(holders: Holders, alike: Sequence[Column], size: Column, row: Column, 
     """Divide cells (boxes of wanted elements) among readers; return byte ranges of cells, ordered by cell and byte.
 
     Args:
-        holders: Ranks that want each cell, each set of ranks given by its index in `alike`. Cells without bytes are
-            left out.
-        alike: Sets of ranks, each in ascending order.
+        holders: Sets of ranks that want each cell, as indices into `alike`. Cells without bytes are left out.
+        alike: Sets of ranks that want the same shards, each in ascending order.
         size: Size of each cell in bytes, int64 (cells,).
         row: Granularity of each cell's cuts in bytes; 0 for a cell that must stay whole, int64 (cells,).
         ranks: Number of ranks.
@@ -337,8 +336,8 @@ def _rank_sets(holders: Holders, alike: Sequence[Column]) -> list[tuple[Column, 
     Smaller sets come first.
 
     Args:
-        holders: Ranks that want each cell, each set of ranks given by its index in `alike`.
-        alike: Sets of ranks, each in ascending order.
+        holders: Sets of ranks that want each cell, as indices into `alike`.
+        alike: Sets of ranks that want the same shards, each in ascending order.
     """
     sets = [*holder_sets(holders)]
     if all(each.size == 1 for each in alike):

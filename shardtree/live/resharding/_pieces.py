@@ -56,7 +56,12 @@ class HeldPlaces:
         return np.diff(self.first)
 
     def row_at(self, place: Column, rank: Column) -> Column:
-        """Return the row in `source` of the shard that each rank holds at each place; -1 if it holds none there."""
+        """Return the row in the plan's `source` of the shard for each pair of a place and a rank; -1 without a shard.
+
+        Args:
+            place: Index of each pair's place, int64 (pairs,).
+            rank: Rank of each pair, int64 (pairs,).
+        """
         ranks = int(max(self.holder.max(initial=0), rank.max(initial=0))) + 1
         # Holders are sorted by place, then rank: as one number, the pair is found by binary search.
         pairs = np.repeat(np.arange(len(self.main)), self.holders) * ranks + self.holder
@@ -155,7 +160,7 @@ def cut_pieces(places: HeldPlaces, target: ShardColumns) -> Pieces:
     Pieces that no main replica covers have -1 in the column `place`.
 
     Args:
-        places: Places of the source's shards.
+        places: Distinct boxes of the source's shards.
         target: Target shards of all ranks.
     """
     boxes = place_boxes(target)
@@ -175,7 +180,7 @@ def own_routes(places: HeldPlaces, target: ShardColumns, pieces: Pieces) -> tupl
     """Return the routes within a rank, for elements that it wants and already holds, and the remaining pieces.
 
     Args:
-        places: Places of the source's shards.
+        places: Distinct boxes of the source's shards.
         target: Target shards of all ranks.
         pieces: All wanted pieces.
     """
@@ -195,7 +200,7 @@ def own_routes(places: HeldPlaces, target: ShardColumns, pieces: Pieces) -> tupl
 
 
 def located_pieces(places: HeldPlaces, target: ShardColumns, pieces: Pieces) -> Pieces:
-    """Return the pieces, with places also for elements that are held by some rank but by no main replica.
+    """Return the pieces, with places also for elements that some rank holds, but no main replica has.
 
     A piece's place is the index in `places` of a source box that contains it, or -1 if no main replica covers the
     piece. A piece with -1 is cut along the source boxes without a main replica. Parts inside such a box get its index;
@@ -324,7 +329,7 @@ def sent_routes(places: HeldPlaces, target: ShardColumns, pieces: Pieces, shorte
     A large piece may be cut into parts that come from several ranks.
 
     Args:
-        places: Places of the source's shards.
+        places: Distinct boxes of the source's shards.
         target: Target shards of all ranks.
         pieces: Pieces to get from other ranks, all with a known place.
         shortest_cut: Lower bound of the size of a cut piece's parts, in bytes.

@@ -180,8 +180,8 @@ class ReshardPlan:
         """Return the origin of each box of a tensor, on every rank; its text is a table.
 
         Args:
-            name: Key of the tensor; or, if the target was passed as trees, its path in them (entries joined by dots),
-                or the key of the factory that builds it, perhaps with other tensors.
+            name: Key of the tensor. If the target was passed as trees, also the tensor's path (entries joined by dots),
+                or a factory's key, which stands for all tensors that the factory builds.
 
         Raises:
             KeyMismatch: No shard of the target belongs to such a tensor.
@@ -251,10 +251,10 @@ def plan_reshard(
 ) -> ReshardPlan:
     """Return the plan that moves tensors from one layout into another.
 
-    Elements that a rank holds already stay there. All others come from a rank that has them, chosen among the replicas
-    so that all send about as much; if needed for that, a box is cut and comes from several ranks. Each element is
-    received once by each rank that wants it, however many of its shards do. Ties break by key, position and rank, never
-    by the order of rows, so that every rank computes the same plan, and no plan is exchanged.
+    Elements that a rank holds already stay there. All others come from a rank that has them. Among replicas, the
+    senders are chosen so that all send about as much, and a box may be cut to come from several ranks. A rank receives
+    an element once, even if several of its shards want it. Ties break by key, position and rank, never by the order of
+    rows, so that every rank computes the same plan, and no plan is exchanged.
 
     Tensors that only the source has are left out. Global shapes must be the same on both sides: there is no padding,
     and `allow_shape_mismatch` has no effect here. Dtypes must be equal too unless `cast` is true.
@@ -335,8 +335,8 @@ def peak_bytes(plan: ReshardPlan, schedule: Schedule) -> dict[int, int]:
 
     It includes the data of all its source and target shards, both held from beginning to end, and the buffers of the
     largest step: the rank's sent and received messages, each once, freed before the next step. So no rank needs more
-    than its shards and `max_bytes_in_flight`. Memory that an executor or a communication library takes besides isn't
-    included; target shards that share the memory of source shards are counted twice.
+    than its shards and the schedule's `max_bytes_in_flight`. Other memory of an executor or a communication library
+    isn't included. Target shards that share the memory of source shards are counted twice.
 
     Args:
         plan: The plan.

@@ -27,11 +27,11 @@ from ._transfers import Routes, Transfers, as_transfers
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Parts:
-    """Parts that tile boxes, cut across their longest axes.
+    """Parts of boxes. A part is a whole box, or a range of indices along the box's longest axis.
 
     Attributes:
-        box: Row of the box, int64 (parts,).
-        axis: Axis across which the box is cut, int64 (parts,).
+        box: Index of the box, int64 (parts,).
+        axis: Longest axis of the box, int64 (parts,).
         begin: First index of the part along that axis, within the box, int64 (parts,).
         size: Number of indices along that axis, int64 (parts,).
         member: Index of the receiver among the ranks that want the box, int64 (parts,).
@@ -110,7 +110,7 @@ def _assign(intervals: Column, ranks: Column) -> Column:
     """Return the rank that gets each interval, as an index into its group's `ranks`, int64 (groups, members).
 
     In each group, the longest interval goes to the rank with the fewest bytes so far, counted over all groups of the
-    same ranks. So the totals of two ranks never differ by more than the longest and the shortest interval of a group.
+    same ranks. So two ranks' totals differ at most by the largest difference between two intervals of one group.
 
     Args:
         intervals: Sizes of each group's intervals in bytes, int64 (groups, members).

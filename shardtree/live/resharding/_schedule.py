@@ -255,9 +255,9 @@ def fill(amount: Column, one: Column, other: Column, room: Column, item: Column)
 
 
 def _running_sums(ends: Column, amount: Column) -> Column:
-    """Return, for each amount, the sums of all amounts up to and including it at its first and at its second place.
+    """Return the running sum of the amounts of bytes at each amount's first and second place, int64 (amounts, 2).
 
-    `ends` has the two places (ranks, see `fill`) of each amount, int64 (amounts, 2); the result has the same shape.
+    `ends` has the two places of each amount, int64 (amounts, 2). A place stands for a rank, as in `fill`.
     """
     place = ends.ravel()
     order = np.argsort(place, kind="stable")
@@ -270,9 +270,9 @@ def _running_sums(ends: Column, amount: Column) -> Column:
 
 
 def _first(ends: Column, places: int) -> Mask:
-    """Return a mask of the amounts (of bytes, as in `fill`) that are the first at both of their places.
+    """Return a mask of the amounts of bytes that come first at both of their places. A place stands for a rank.
 
-    `ends` has the two places (ranks) of each amount, int64 (amounts, 2), and `places` is the number of places.
+    `ends` has the two places of each amount, int64 (amounts, 2), and `places` is the number of places.
     """
     number = np.arange(len(ends))
     first = np.full(places, len(ends))
@@ -312,8 +312,8 @@ class RankPairs:
     def distance(self) -> Column:
         """Number of the receiver minus that of the sender, modulo the larger of their counts, int64 (pairs,).
 
-        Senders and receivers are numbered separately, and both anew for pairs that pass on received bytes. Of pairs with
-        equal `priority` and `needs`, those with the same distance share no sender and no receiver.
+        Senders and receivers are numbered separately, and again for pairs that pass on received bytes. Pairs with equal
+        distance, `priority` and `needs` share no sender and no receiver.
         """
         distance = np.zeros_like(self.one)
         for mask in (self.needs < 0, self.needs >= 0):
@@ -380,7 +380,7 @@ def _one_step(pairs: RankPairs, distance: Column, left: Column, room: int) -> Co
 
 
 def _share(room: int, part: Column, whole: Column) -> Column:
-    """Return ``room * part / whole``, rounded down; large numbers are rounded first, so that no product overflows."""
+    """Return ``room * part / whole``, rounded down; inexact for large numbers, so that no product overflows."""
     # Both are shifted until room * part fits an int64.
     shift = max(0, room.bit_length() + int(whole.max()).bit_length() - 63)
     return np.asarray(room * (part >> shift) // np.maximum(whole >> shift, 1))
@@ -394,7 +394,7 @@ def _ready(pairs: RankPairs, left: Column) -> Column:
 
 
 def _order(pairs: RankPairs, distance: Column, left: Column, room: int, rows: Column) -> Column:
-    """Return the order in which `_one_step`, whose variables are passed, fills the pairs at `rows`; see `pair_steps`."""
+    """Return indices that sort `rows` of pairs as described in `pair_steps`; the arguments are those of `_one_step`."""
     load = group_sums(pairs.one, left, pairs.ranks) + group_sums(pairs.other, left, pairs.ranks)
     urgent = -(-(load[pairs.one[rows]] + load[pairs.other[rows]]) // room)
     return np.lexsort((pairs.one[rows], distance[rows], -urgent, pairs.needs[rows], pairs.priority[rows]))

@@ -155,8 +155,8 @@ class Provenance:
 
     Attributes:
         name: Requested name: the tensor's key, its path in the target's trees, or a factory's key.
-        kinds: Dtype and global shape in the target, by key: of the tensor, or of all tensors that a factory of that
-            name builds.
+        kinds: Dtype and global shape in the target, by key. If the name is a factory's key, they are those of all
+            tensors that the factory builds.
         origins: Boxes of the tensor, ordered by key, rank, then box.
         casts: Dtypes before and after of tensors that are cast, by key.
     """
@@ -303,7 +303,7 @@ def _kind_record(key: str, kind: TensorKind) -> dict[str, Any]:
 
 
 def plan_parts(text: str) -> Parts:
-    """Return the fields of a plan from its JSON text, after checking that the plan fills its target.
+    """Return the arguments of a `ReshardPlan` from its JSON text, after checking that the plan fills its target.
 
     Raises:
         MetadataError: The text isn't a plan of this version, or the plan doesn't fill its target.

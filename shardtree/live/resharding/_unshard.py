@@ -95,14 +95,15 @@ def check_covered(columns: ShardColumns) -> None:
 
 
 def _rows_to_copy(columns: ShardColumns, number: int, rows: Column) -> list[int]:
-    """Return the rows of the shards that make up a tensor, in the order in which they are copied into it.
+    """Return the rows of the shards to copy into a tensor, in the order of copying.
 
-    Later ones overwrite earlier ones where they overlap.
+    They are the main replicas if these cover the tensor, otherwise all shards with elements, main replicas last. Later
+    shards overwrite earlier ones where they overlap.
 
     Args:
         columns: Shards of all ranks.
         number: Index of the tensor's key.
-        rows: Rows of all shards of the tensor.
+        rows: Rows in `columns` of all shards of the tensor.
     """
     rows = rows[columns.elements[rows] > 0]
     mains = rows[columns.main[rows]]

@@ -24,7 +24,7 @@ def parameter_shapes(parameters: Mapping[str, Any]) -> dict[str, tuple[int, ...]
         parameters: Shapes, tensors, shards or factories, by name.
 
     Raises:
-        MetadataError: A value has no shape or is a flat range, or dtypes are mixed; the error names each value.
+        MetadataError: A value has no shape or is a flat range, or dtypes differ (a buffer has only one).
 
     Examples:
         >>> import torch

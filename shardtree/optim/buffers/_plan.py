@@ -105,8 +105,8 @@ class BufferRange:
         name: Name of the parameter.
         rank: Data-parallel rank.
         bucket: Index of the parameter's bucket.
-        taken: Position of these elements in the rank's slice of that bucket.
-        flattened_range: Position of these elements in the row-major flattened parameter.
+        taken: Range of these elements within the rank's slice of that bucket.
+        flattened_range: Range of these elements within the row-major flattened parameter.
     """
 
     name: str
@@ -147,7 +147,7 @@ class BufferPlan:
 
     @property
     def slice_lengths(self) -> tuple[int, ...]:
-        """Length of a rank's slice of each bucket."""
+        """Number of elements in a rank's slice, by bucket."""
         return tuple((stop - start) // self.data_parallel for start, stop in self.buckets)
 
     def ranges(self, rank: int) -> tuple[BufferRange, ...]:
@@ -232,7 +232,7 @@ class BufferPlan:
         raise KeyMismatch(error_text(heading, expected=f"one of {len(self.places)} names", fix=fix))
 
     def _share(self, place: BufferPlace) -> tuple[int, int]:
-        """Return the start of a parameter's bucket, and the length of a rank's slice of it."""
+        """Return the start of a parameter's bucket and the length of a rank's slice of the bucket, both in elements."""
         start, stop = self.buckets[place.bucket]
         return start, (stop - start) // self.data_parallel
 

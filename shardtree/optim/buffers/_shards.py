@@ -300,10 +300,10 @@ def _check_replicas(
     unclear = [part.name for part in ranges if isinstance(number := parameters[part.name].replica_id, int) and number]
     if unclear:
         lines = [f"{name!r}: replica_id {parameters[name].replica_id}" for name in unclear]
-        heading = "flat_shards: replica ids may or may not count data-parallel ranks"
+        heading = "flat_shards: unclear whether these replica ids number the copies on data-parallel ranks"
         fix = (
             "If only data-parallel ranks hold copies, pass `replica_id=lambda replica: 0`.\n"
-            "  If replica ids do not count data-parallel ranks, pass `replica_id=lambda replica: replica`.\n"
+            "  If the ids do not number data-parallel ranks, pass `replica_id=lambda replica: replica`.\n"
             "  Otherwise, give the parameters tuples as replica ids, with the data-parallel rank last."
         )
         raise MetadataError(error_text(heading, offenders=lines, fix=fix))

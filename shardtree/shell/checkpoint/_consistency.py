@@ -279,9 +279,9 @@ _MOST_ENTRIES = 10_000  # keeps metadata.json small; without the field, a load r
 
 
 def unions_field(unions: United) -> dict[str, Any]:
-    """Return a dict with the field of metadata.json that records the dicts in which ranks had different keys.
+    """Return the field of metadata.json that records in which dicts the ranks had different keys, as {name: value}.
 
-    The result is empty if there are no such dicts, if there are too many entries, or if a key has no JSON form.
+    The result is empty if there are no such dicts, if their keys are too many to record, or if a key has no JSON form.
 
     Examples:
         >>> unions_field({("optim", "lr"): {"type"}}), unions_field({("optim",): {(1, 2)}}), unions_field({})

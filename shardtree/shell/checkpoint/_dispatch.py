@@ -96,8 +96,8 @@ def backends_of(sharded: Choice, common: Choice, strategies: Strategies | None) 
 def objects_backend(sharded: Backend, common: Backend, strategies: Strategies | None) -> Backend | None:
     """Return the backend that stores a save's objects: the shards' or the common state's; None if neither can.
 
-    A format without a LOAD_OBJECTS row holds only tensors. The common state's format then holds the objects, unless it
-    has a PUBLISH row of its own, since only one format can publish the checkpoint, and that is the shards' format.
+    A format without a LOAD_OBJECTS row in the dispatch table holds only tensors. The common state's format then holds
+    the objects, if it can. It can't if it has a PUBLISH row: only the shards' format may publish the checkpoint.
 
     Examples:
         >>> objects_backend(("huggingface", 1), ("safetensors", 1), None)
@@ -171,7 +171,7 @@ def check_options(doing: str, options: object, kind: type) -> None:
 
 
 def given_options(doing: str, options: Options | None, kind: type[Options]) -> Options:
-    """Return the options after `check_options`, or an instance of their class with the defaults for None."""
+    """Check options by `check_options`, and return them; None gives an instance of `kind` with default values."""
     check_options(doing, options, kind)
     return kind() if options is None else options
 

@@ -72,7 +72,7 @@ def open_at(directory: Directory, world: World, options: LoadOptions, strategies
 
 
 def with_opening(checkpoint: Checkpoint, opening: Opening, strategies: Strategies | None) -> Checkpoint:
-    """Return this rank's checkpoint, with the fields of metadata.json and the stamp that rank 0 has read.
+    """Return this rank's checkpoint, with rank 0's fields of metadata.json and rank 0's stamp of the files.
 
     Args:
         checkpoint: Checkpoint that this rank has opened.
@@ -163,7 +163,7 @@ def recognize(storage: Storage, strategies: Strategies | None) -> Fields | None:
 
 
 def _may_be_in(storage: Storage, names: Callable[[], Sequence[str]], traits: FormatTraits) -> bool:
-    """Return whether a folder may have a deciding file of a format, so that the format should be asked.
+    """Return whether a folder may be a checkpoint of a format by its file names, so that the format should be asked.
 
     Args:
         storage: Storage of the folder, or of a single file.
@@ -319,7 +319,7 @@ def parse_together(checkpoint: Checkpoint, choice: Choice, strategies: Strategie
 
     Args:
         checkpoint: Checkpoint that this rank has opened, with the fields of metadata.json that rank 0 has read.
-        choice: The caller's strategy for the shards. If it is a function, which may not need metadata, nothing is parsed.
+        choice: The caller's strategy for the shards. If it is a function, nothing is parsed: it may not need metadata.
         strategies: Dispatch table; None for the process's.
     """
     # Only rank 0's fields decide, so that all ranks take the same branch.

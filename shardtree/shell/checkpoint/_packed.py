@@ -223,7 +223,7 @@ def without_long_table(part: PackedColumns, ranks: int) -> PackedColumns:
 def send_tables(world: World, own: PackedColumns, parts: Sequence[PackedColumns]) -> list[PackedColumns]:
     """Return all ranks' messages, each with the table of the rank's shards.
 
-    Long tables, which the first messages lack, are sent now, by one all-gather. Without any, nothing is sent.
+    Long tables, which the first messages lack, are sent now, by one all-gather. If there are none, nothing is sent.
 
     Args:
         world: Ranks that take part.

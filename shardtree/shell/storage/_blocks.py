@@ -273,7 +273,7 @@ def hashed(buffers: Iterable[Buffer], hasher: BlockHasher) -> Generator[Buffer, 
 
 
 def in_parts(buffers: Iterable[Buffer], at: int = 0) -> Generator[Buffer, None, None]:
-    """Yield buffers split at multiples of a MiB of their file; the first buffer begins at the offset `at`.
+    """Yield a file's buffers, cut at file offsets that are multiples of 1 MiB; the first buffer begins at offset `at`.
 
     Examples:
         >>> [part.nbytes for part in in_parts([memoryview(bytes(10)), memoryview(bytes(1024 * 1024))])]

@@ -152,7 +152,7 @@ class HostMemory:
         return sum(block.memory.nbytes for block in self._idle)
 
     def _fitting(self, nbytes: int, kind: str) -> _Block | None:
-        """Return the smallest idle block that is large enough but not much too large, or None."""
+        """Take the smallest idle block of a kind with `nbytes` to about twice as many bytes; None if there is none."""
         fitting = [
             (block.memory.nbytes, -number)
             for number, block in enumerate(self._idle)
@@ -267,7 +267,7 @@ def copies_of(device: torch.device) -> DeviceCopies | None:
 
 
 def is_staged(tensor: torch.Tensor) -> bool:
-    """Return whether `copies_of` has functions for a tensor's device; faster than calling `copies_of`.
+    """Return whether a tensor's device has asynchronous copies; this is faster than calling `copies_of`.
 
     Examples:
         >>> is_staged(torch.empty(2))

@@ -53,8 +53,7 @@ class Capabilities:
             are on the medium already.
         is_link: ``(name)``: whether a name is a symbolic link.
         folder: ``(name)``: the storage of a subfolder, with the same abilities.
-        sibling: ``(name)``: the `Sibling` of the save of that name: a folder beside this one, with which the save can
-            exchange this one. It needn't exist yet.
+        sibling: ``(name)``: the `Sibling` of the save that is called `name`. Its folder needn't exist yet.
         siblings: ``()``: the sorted names of the saves that have made a sibling.
         locked: ``(folder="")``: a context manager that waits for a folder's lock and holds it. On one machine, only one
             thread of one process holds it at a time. The lock isn't reentrant, and ends with the process.
@@ -78,7 +77,7 @@ class Capabilities:
             ``is_left(name, seconds)`` is true for the file's name and the upload's age.
         late_requests: Whether a request may be carried out after the process that sent it has ended.
         latency: Duration of the last small request, in seconds; None if there was none, 0 if reading takes no request.
-        refusals: Requests that the file system refused and saves did without, such as syncing folders.
+        refusals: Record of refused requests that saves don't depend on, such as syncing a folder.
         request_scale: Factor on the usual number of bytes per request, for long files read or written in parts.
 
     Examples:
@@ -173,12 +172,12 @@ def write_parts(
         name: Name of the file.
         length: Length of the whole file, in bytes.
         parts: (offset, bytes) pairs.
-        durable: Whether the file is on the medium when this returns.
+        durable: Whether to return only after the file is on the medium.
         progress: Function that is called with the number of bytes written since its last call, after each MiB and at
             the end.
 
     Raises:
-        StorageError: the storage only takes whole files, and the parts don't tile the file.
+        StorageError: the storage takes only whole files, but the parts leave gaps or aren't in order.
     """
     parts = parts if progress is None else reported_parts(parts, progress)
     if (write := can(storage).write_parts) is not None:
@@ -209,7 +208,7 @@ def is_folder(storage: Storage, name: str = "") -> bool:
 
 
 def remove_folder(storage: Storage, name: str) -> None:
-    """Remove an empty folder; does nothing if the storage has no empty folders."""
+    """Remove an empty folder; does nothing on a storage that can't have empty folders, such as an object store."""
     if (remove := can(storage).remove_folder) is not None:
         remove(name)
 

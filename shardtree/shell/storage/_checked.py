@@ -71,7 +71,7 @@ def write_hashed(
         name: Name of the file.
         buffers: Bytes of the file, in order.
         length: Total number of bytes, if known, so that storages can reserve space.
-        durable: Whether the file is on the medium when this returns.
+        durable: Whether to return only after the file is on the medium.
         checksums: Whether to hash the blocks.
         progress: Function that is called with the number of bytes written since its last call.
 
@@ -318,7 +318,7 @@ def joined_crc32(left: int, right: int, length: int) -> int:
 
 @lru_cache(maxsize=64)
 def _shift(length: int) -> int:
-    """Return x**(8 * length) modulo the CRC's polynomial; the highest of 32 bits is the coefficient of x**0."""
+    """Return x**(8 * length) modulo the CRC's polynomial; bits are reversed: the highest of 32 belongs to x**0."""
     # Square and multiply: the length can have 40 bits, and a step per byte would take longer than reading the bytes.
     power, square = 1 << 31, 1 << 23
     while length:

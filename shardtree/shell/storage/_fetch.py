@@ -197,7 +197,10 @@ def _read(
     requests: Sequence[Request],
     views: Sequence[Buffer],
 ) -> int:
-    """Execute requests, add the checksums of their bytes to `sums`, and return the number of bytes delivered."""
+    """Execute requests, add the checksums of their bytes to `sums`, and return the number of bytes put into targets.
+
+    Keys of `checks` and `sums` are the numbers of the files in the plan.
+    """
     waiting, lock = deque(requests), Lock()
 
     def work() -> int:

@@ -146,7 +146,7 @@ def with_own_refusals(storage: Storage) -> Storage:
 
 
 def take_refusals(storage: Storage, *others: Storage) -> tuple[Refusal, ...]:
-    """Return the requests that the file system refused to one save, and forget them.
+    """Return the refusals that were recorded during a save, and forget them; see `with_own_refusals`.
 
     Args:
         storage: Folder that the save writes.

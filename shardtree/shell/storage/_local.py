@@ -211,7 +211,7 @@ class LocalStorage:
         return LocalStorage(root)
 
     def sibling(self, name: str) -> LocalSibling:
-        """Return the sibling folder of the save of that name; it needn't exist yet."""
+        """Return a save's sibling folder, given the save's name; the folder needn't exist yet."""
         return LocalSibling(self.root, name, self._at, self.refusals)
 
     def siblings(self) -> tuple[str, ...]:
@@ -250,10 +250,10 @@ class LocalStorage:
 
 @dataclass(frozen=True, slots=True)
 class SavingStorage(LocalStorage):
-    """A local folder during one save; records the requests that the file system refuses to this save.
+    """A local folder during one save, with the save's own record of refused requests; see `Refusal`.
 
     Attributes:
-        refusals: Record of the refused requests, which the save does without and reports.
+        refusals: Record of the refused requests.
     """
 
     refusals: Refusals = field(default_factory=Refusals, repr=False, compare=False)

@@ -349,7 +349,7 @@ def unlock_folder(descriptor: int) -> None:
 
 
 def parents_of_missing(path: str) -> list[str]:
-    """Return the parents of the missing folders on a path: making the path adds entries to these parents.
+    """Return the parent of each missing folder on a path, deepest first; making the path adds an entry to each.
 
     Examples:
         >>> parents_of_missing("/"), parents_of_missing("/nowhere/at/all")

@@ -41,7 +41,7 @@ def exchange_folders(one: str, other: str) -> None:
 
 @cache
 def _renameat2() -> Any:
-    """Return the C library's renameat2, or else a system call by number, or else None."""
+    """Return a function that calls renameat2, from the C library or by system call number; None if there is neither."""
     if not sys.platform.startswith("linux"):
         return None
     # The kernel's call is older than the C library's function, so it works with libraries that lack the function.
@@ -96,7 +96,7 @@ class LocalSibling:
 
     @property
     def storage(self) -> Storage:
-        """The storage of the subfolder ``checkpoint``: new files before the exchange, old files after it."""
+        """The storage of the subfolder ``checkpoint``: it has the new files until `exchange`, then the old files."""
         return self.open_folder(self._inside(_FILES))
 
     def make(self, note: bytes, *, durable: bool) -> None:
@@ -122,7 +122,7 @@ class LocalSibling:
                 sync_above([os.path.dirname(self._folder)], self.refusals)
 
     def note(self) -> bytes | None:
-        """Return the note that identifies the saving process, or None if there is none."""
+        """Return the bytes that `make` stored to identify the saving process, or None if there are none."""
         return _read(self._inside(_OWNER))
 
     def is_exchanged(self) -> bool | None:

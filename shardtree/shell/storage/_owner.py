@@ -34,7 +34,7 @@ _claims: WeakValueDictionary[tuple[int, str], Claim] = WeakValueDictionary()
 
 
 def claim(save_id: str) -> Claim:
-    """Return a marker that a save of this process is alive, until it is released or garbage-collected.
+    """Mark a save of this process as alive until the returned claim is released or garbage-collected.
 
     Examples:
         >>> held = claim("save-1")

@@ -67,7 +67,7 @@ class Refusal:
 
     @property
     def what(self) -> str:
-        """The consequence of the refusal for a save, as text."""
+        """The consequence of the refused request for a save, as text."""
         return _TEXTS[self.kind]
 
 

@@ -75,9 +75,9 @@ class Request:
         file: Number of the file in the plan.
         begin: First byte of the range.
         end: One past the last byte of the range.
-        runs: Contiguous reads into contiguous memory, in file order and without overlaps; the target -1 marks bytes
-            that are read only to be hashed.
-        pieces: Strided pieces (boxes of elements), copied element by element, in the order of `low`.
+        runs: Contiguous reads into contiguous memory, in file order and without overlaps. Bytes that are read only to
+            be hashed have the target number -1.
+        pieces: Strided pieces (boxes of elements), sorted by `low`; they are copied element by element.
         low: First byte that is read for each piece, int64 (pieces,).
         high: One past the last byte that is read for each piece, int64 (pieces,).
     """
@@ -93,13 +93,14 @@ class Request:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Checks:
-    """The blocks or byte ranges of a file that are checked while it is read.
+    """The checks of a file while it is read: of blocks by their hashes, or of byte ranges by their CRC32s.
 
     Attributes:
         file: The file.
-        units: Number of blocks that the plan touches; for a file with byte ranges instead, the number of all ranges.
-        blocks: Flags of the blocks that are checked by their hashes, bool (blocks,); None if no block is.
-        ranges: Indices of the byte ranges that are checked by their CRC32s.
+        units: Number of blocks that the plan touches, checked or not. If the file has CRC32s of byte ranges instead of
+            block hashes: the number of its byte ranges.
+        blocks: Flags of the blocks to check, bool (blocks,); None if no block is checked.
+        ranges: Indices of the byte ranges to check.
     """
 
     file: StoredFile
@@ -229,11 +230,11 @@ def _checks_of(
 
     Args:
         file: The file.
-        direct: Runs in the file, without overlaps.
-        pieces: Strided pieces in the file, including runs that overlap others.
-        runs: All runs in the file.
+        direct: Runs in the file that overlap no other run.
+        pieces: Strided pieces in the file, and the overlapping runs in the form of pieces.
+        runs: All runs in the file, overlapping or not.
         verify: Choice of the blocks to check: "whole", "all" or None, as `Verify` explains.
-        cut: The rule that cuts the plan into requests.
+        cut: Rule for cutting a load plan into requests.
 
     Returns:
         The checks; first byte of each span, and one past its last byte, int64 (spans,) each.
@@ -301,7 +302,10 @@ def with_left_out(runs: Runs, file: int, low: Column, high: Column) -> Runs:
 
 
 def _groups(begin: Column, end: Column, cut: Cut) -> Column:
-    """Assign spans to requests: return each span's request number, ascending with its first byte, int64 (spans,)."""
+    """Assign spans to requests by the rule `cut`, and return the number of each span's request, int64 (spans,).
+
+    The numbers ascend with the spans' first bytes.
+    """
     order = np.argsort(begin, kind="stable")
     low, reach = begin[order], np.maximum.accumulate(end[order])
     cell = low // cut.most_bytes

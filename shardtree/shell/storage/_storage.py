@@ -70,8 +70,8 @@ class SizedBuffers:
     Attributes:
         nbytes: Total length of the buffers. It is a hint: a storage writes the bytes that it gets, more or fewer.
         buffers: The buffers, in order.
-        stay: Whether the buffers' memory stays unchanged until the file is written, so that a storage that sends it
-            later needn't copy it. Otherwise the iterator may reuse a buffer's memory for the next buffer.
+        stay: Whether the buffers' memory stays unchanged until the file is written. Then a storage needn't copy a
+            buffer to send it later. Otherwise the iterator may reuse a buffer's memory for the next buffer.
 
     Examples:
         >>> sized = SizedBuffers(3, iter([memoryview(b"ab"), memoryview(b"c")]))
@@ -171,7 +171,7 @@ class Sibling(Protocol):
 
     @property
     def storage(self) -> Storage:
-        """The storage of the sibling folder: new files before the exchange, old files after it."""
+        """The storage of the sibling folder: it has the new files until `exchange`, then the old files."""
 
     def make(self, note: bytes, *, durable: bool) -> None:
         """Make the sibling folder, empty, with a note that identifies the saving process.
@@ -182,7 +182,7 @@ class Sibling(Protocol):
         """
 
     def note(self) -> bytes | None:
-        """Return the note that identifies the saving process, or None if there is none."""
+        """Return the bytes that `make` stored to identify the saving process, or None if there are none."""
 
     def is_exchanged(self) -> bool | None:
         """Return whether the exchange has happened, so that the sibling holds the old files of the storage's folder.
@@ -203,7 +203,7 @@ class Sibling(Protocol):
         """
 
     def check_shareable(self, names: Sequence[str]) -> None:
-        """Raise if any of these old files can't be linked into the new folder.
+        """Raise if one of these old files can't be linked into the save's new folder.
 
         Raises:
             StrategyError: the file system doesn't support links, or forbids a link.
@@ -291,10 +291,10 @@ def inside(name: str, root: str) -> str:
 
 
 def parts_in_file(parts: Iterable[tuple[int, AnyBuffer]], length: int, where: str) -> Iterator[tuple[int, Buffer]]:
-    """Yield the parts of a file that aren't empty; raise if a part reaches beyond the file.
+    """Yield a file's nonempty parts, their buffers as views of bytes; raise if a part reaches beyond the file.
 
     Args:
-        parts: (offset, bytes) pairs.
+        parts: (offset, buffer) pairs.
         length: Length of the whole file, in bytes.
         where: Name of the file, for messages.
 
@@ -348,7 +348,7 @@ def whole(parts: Iterable[tuple[int, AnyBuffer]], length: int, where: str) -> It
     """Yield the buffers of parts that tile a whole file in order; raise if they don't.
 
     Raises:
-        StorageError: the parts leave gaps or aren't in order, for example since several ranks write the file.
+        StorageError: the parts leave gaps or aren't in order, for example because other ranks write some of the parts.
 
     Examples:
         >>> [bytes(buffer) for buffer in whole([(0, memoryview(b"ab")), (2, memoryview(b"c"))], 3, "f")]
@@ -357,14 +357,14 @@ def whole(parts: Iterable[tuple[int, AnyBuffer]], length: int, where: str) -> It
     end = 0
     for byte, buffer in parts_in_file(parts, length, where):
         if byte != end:
-            raise _not_whole(where, byte, end)
+            raise _not_whole(where, f"a part at byte {byte}", f"the next part at byte {end}")
         yield buffer
         end += buffer.nbytes
     if end != length:
-        raise _not_whole(where, length, end)
+        raise _not_whole(where, f"parts up to byte {end}", f"parts up to byte {length}")
 
 
-def _not_whole(where: str, found: int, expected: int) -> StorageError:
+def _not_whole(where: str, found: str, expected: str) -> StorageError:
     fix = "Save from one process, in another format, or to a local or mounted folder."
     heading = f"cannot write {where!r} in parts: in this storage, one writer must write a whole file in order"
-    return StorageError(error_text(heading, found=f"byte {found} as the next", expected=f"byte {expected}", fix=fix))
+    return StorageError(error_text(heading, found=found, expected=expected, fix=fix))

@@ -32,8 +32,8 @@ def wide_reads(low: Column, high: Column) -> Iterator[tuple[range, int, int]]:
 
     Args:
         low: First byte that is read for each piece, ascending, int64 (pieces,).
-        high: One past the last byte that is read for each piece, int64 (pieces,); at most `_READ_BYTES` and two blocks
-            after `low`.
+        high: One past the last byte that is read for each piece, int64 (pieces,); at most
+            `_READ_BYTES` + 2 * `BLOCK_BYTES` after `low`.
     """
     first, begin, reach = 0, 0, 0
     for row, (byte, end) in enumerate(zip(low.tolist(), high.tolist(), strict=True)):
@@ -52,7 +52,7 @@ def split_pieces(pieces: Strided, most_gap: int) -> Strided:
 
     Args:
         pieces: Strided pieces, in any order.
-        most_gap: Longest gap of unused bytes within a piece.
+        most_gap: Longest gap of unused bytes within a piece; pieces are cut at longer gaps.
     """
     long = last_byte(pieces) - pieces.byte > min(most_gap, _READ_BYTES)
     if not long.any():
@@ -85,7 +85,7 @@ def _split_piece(pieces: Strided, row: int, most_gap: int) -> Strided:
 
 
 def cut(pieces: Strided, axis: int, most: int) -> Strided:
-    """Return pieces of equal shape, each cut into parts with at most `most` elements along an axis."""
+    """Cut pieces of one common shape into parts with at most `most` elements along an axis."""
     size, count = int(pieces.shape[0, axis]), pieces.file.size
     start = np.arange(0, size, most)
     parts = {name: np.repeat(getattr(pieces, name), start.size, axis=0) for name in Strided.__slots__}

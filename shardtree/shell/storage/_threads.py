@@ -184,7 +184,7 @@ def write_behind(
 ) -> Result:
     """Write pieces in another thread while this thread produces the next ones, and return the writer's result.
 
-    The calling thread is the producer, since the C library doesn't return memory that other threads allocate.
+    The calling thread is the producer, since the C library doesn't return other threads' memory to the system.
 
     Args:
         write: Function that consumes the pieces in order. An error of the producer is raised in it too, so that it can

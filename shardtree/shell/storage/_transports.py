@@ -363,7 +363,14 @@ def _start_copies(
     memories: Sequence[torch.Tensor],
     copies: Mapping[torch.device, DeviceCopies],
 ) -> list[tuple[DeviceCopies, Any]]:
-    """Start the copies from staging memory to devices, with one call for each device."""
+    """Start the copies from staging memory to devices, and return (functions, token to wait for) for each device.
+
+    Args:
+        requests: Requests whose bytes are in the staging memory.
+        memory: Staging memory.
+        memories: Memory of each target.
+        copies: Functions that copy, by device.
+    """
     pairs: dict[torch.device, list[Pair]] = {}
     for request in requests:
         for target, source in _pairs(request, memory, memories):

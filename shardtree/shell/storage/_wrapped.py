@@ -74,7 +74,7 @@ def wrapped(storage: Storage, **calls: Function | None) -> Any:
 
 
 def around(storage: Storage, wrap: Callable[[str, Function], Function | None], inside: str = "") -> Any:
-    """Return a storage whose methods and capabilities are those of another one, each replaced by `wrap`.
+    """Return a wrapper of a storage, in which `wrap` has replaced each of the storage's methods and capabilities.
 
     Args:
         storage: Storage to wrap, the result's attribute ``inner``.
@@ -133,7 +133,7 @@ def listed(storage: Storage, *, deep: bool = True) -> Iterator[Storage]:
 
 
 def settle(storage: Storage) -> None:
-    """Execute the delayed removals of a storage from `listed` now, so that later changes follow them."""
+    """Execute now the removals that a storage has delayed; only storages that `listed` yields delay removals."""
     if isinstance(storage, Listed):
         storage.remove_all_now()
 
@@ -145,7 +145,10 @@ def prefetch(storage: Storage, names: Iterable[str]) -> None:
 
 
 class Listed:
-    """The view that `listed` yields; its only capabilities are `abort_uploads` and `late_requests`."""
+    """A storage that answers from one listing of another storage's files, and delays removals; `listed` makes it.
+
+    Its only capabilities are `abort_uploads` and `late_requests`.
+    """
 
     def __init__(self, inner: Storage, deep: bool = True) -> None:
         self.inner, self._deep = inner, deep

@@ -124,8 +124,9 @@ class Resolution:
         find: Function from a share's number and the number of shares to the share's result, as plain data. Only ranks
             that need the facts have a share.
         keep: Function that stores the results of all shares, in order, on this rank. It may raise.
-        copies: Function that returns the copies to compare; None if there are none. If there are copies, a load by a
-            single rank skips the search, and compares them as it reads.
+        copies: Function that returns the `Copies` of boxes that are stored more than once, for a comparison of
+            replicas; None if there are none. If it isn't None, a load by a single rank skips the search, and the
+            format's functions find the facts as they read.
     """
 
     find: Callable[[int, int], Any]
@@ -207,7 +208,7 @@ class Publish(Protocol):
 class ListFiles(Protocol):
     """LIST_FILES: return the names of a checkpoint's files, which are removed when it is replaced as a whole.
 
-    The list may omit metadata.json and may name missing files. Files that it doesn't name are kept.
+    The list may omit metadata.json and may name missing files. Files that aren't listed are kept.
     """
 
     def __call__(self, checkpoint: Checkpoint, /) -> tuple[str, ...]: ...

@@ -75,7 +75,7 @@ class Damage:
 
     @property
     def holds(self) -> tuple[str, ...]:
-        """The values with bytes in the damaged range, as texts: the regions, then the keys of values without a region.
+        """The texts of `regions`, such as ``w[0:2]``, followed by those `keys` that have no region.
 
         Examples:
             >>> Damage("f", "cut", 0, 9, ("w", "rng/shard_0_1"), (Region("w", (0,), (2,)),)).holds
@@ -171,7 +171,7 @@ class VerifyReport:
 
     Attributes:
         bytes_read: Number of bytes read; files with two kinds of checksums are read twice.
-        unchecked: Bytes without a checksum.
+        unchecked: Ranges of bytes without a checksum, by file and reason.
         bytes_checked: Number of bytes that were compared with a checksum, each counted once.
         damage: Damaged ranges of files.
     """

@@ -147,7 +147,7 @@ def _unknown(storage: Storage, found: object) -> OutcomeUnknown:
 
 
 def _has_arrived(storage: Storage, before: bytes | None, data: bytes) -> bool:
-    """Return whether metadata.json holds the new bytes; raise CheckpointReplaced if it holds another save's."""
+    """Return whether metadata.json is `data`; raise CheckpointReplaced if it is neither this nor the old `before`."""
     try:
         content = metadata_bytes(storage)
     except CheckpointingException:
@@ -297,7 +297,7 @@ def check_unreplaced(checkpoint: Checkpoint) -> None:
 
 
 def refuse_replaced(checkpoint: Checkpoint) -> list[str]:
-    """Raise if a later save replaced the checkpoint; return truncated files among those that make it a checkpoint.
+    """Raise if a later save replaced the checkpoint; return the names of truncated files, such as metadata.json.
 
     Raises:
         CheckpointReplaced: the folder now holds another checkpoint.
@@ -344,7 +344,7 @@ def checked_entry(name: str, data: bytes) -> dict[str, Any]:
 
 
 def checked_name(checkpoint: Checkpoint, field: str) -> str:
-    """Return the name of the file that a field of metadata.json describes; if none, metadata.json's own name."""
+    """Return the name of the file that a field of metadata.json describes; "metadata.json" if it describes none."""
     entry = checkpoint.fields.get(field)
     return str(entry.get("name")) if isinstance(entry, dict) else METADATA_FILE
 
@@ -380,7 +380,7 @@ def read_checked(checkpoint: Checkpoint, field: str) -> tuple[Buffer, str]:
 def fetch_checked(checkpoint: Checkpoint, *fields: str) -> Checkpoint:
     """Read the files that fields of metadata.json describe, concurrently, and return the checkpoint with their content.
 
-    The checkpoint is returned unchanged if the storage isn't read by requests, or after an error.
+    The checkpoint is returned unchanged if the storage lacks the capability `content`, or if a read fails.
     """
     names = [field for field in fields if field in checkpoint.fields]
     if can(checkpoint.storage).content is not None:

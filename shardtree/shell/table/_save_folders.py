@@ -94,7 +94,7 @@ def new_save_id() -> str:
 
 
 def is_save_file(name: str) -> bool:
-    """Return whether a name inside a checkpoint is that of a save's file.
+    """Return whether a path in a checkpoint has the form ``<save folder>/<file name>`` of files that saves write.
 
     Examples:
         >>> folder = "save-20260102T030405-0123456789abcdef"
@@ -111,7 +111,7 @@ def make_save_folder(storage: Storage, folder: str, *, durable: bool, alone: boo
     Args:
         storage: Storage of the checkpoint's folder.
         folder: Name of the save's folder in it.
-        durable: Whether the folder is on the medium when this returns.
+        durable: Whether to return only after the folder is on the medium.
         alone: Whether to refuse if another save is in progress, because files of both would have the same names.
 
     Raises:
@@ -226,9 +226,9 @@ def alone_in(storage: Storage) -> Iterator[None]:
 
 @contextmanager
 def noted(storage: Storage, folder: str) -> Iterator[None]:
-    """Keep a note of this process in a committed save's folder during the block; does nothing except on object stores.
+    """Keep a note that names this process in a committed save's folder during the block, on object stores only.
 
-    The note stays if the block raises or the process is killed: the next save then aborts the uploads left open.
+    The note stays if the block raises or the process is killed. The next save then aborts the unfinished uploads.
     """
     if (mark := can(storage).mark) is None:
         yield
@@ -240,7 +240,7 @@ def noted(storage: Storage, folder: str) -> Iterator[None]:
 
 
 def disown(storage: Storage, folder: str) -> None:
-    """Remove the owner's note, and the folder if it is empty then."""
+    """Remove the owner's note from a save's folder, and the folder if it is empty then."""
     storage.remove(f"{folder}/{OWNER_FILE}")
     remove_folder(storage, folder)
 
@@ -330,7 +330,7 @@ def remove_orphaned(storage: Storage, listing: Storage, *, keep: str, before: by
 
     Args:
         storage: Storage of the checkpoint's folder.
-        listing: Storage of the same folder, or its view from `listed`, made right before the commit.
+        listing: `storage`, or a view of it that answers from a listing made right before the commit (see `listed`).
         keep: Name of the folder that metadata.json refers to now.
         before: The previous content of metadata.json.
         stale_after: Seconds without a change, by the storage's clock, after which a save counts as interrupted.
@@ -360,7 +360,7 @@ def _was_replaced_before(storage: Storage, listing: Storage, folder: str) -> boo
 
     Args:
         storage: Storage of the checkpoint's folder.
-        listing: Storage of the same folder, or its view from `listed`.
+        listing: `storage`, or a view of it that answers from one listing (see `listed`).
         folder: Name of the save's folder.
     """
     # A save keeps its note until its commit, so a folder without a note was committed, and replaced unless it is the

@@ -49,13 +49,13 @@ class FormatTraits:
             the format, and a change in one makes it another checkpoint. RECOGNIZE sees only folders with such a file.
         in_save_folder: Whether all files of a save are in the folder `pending.save_id`. Then file names never repeat:
             an overwriting save writes beside the old files, and a file that is open for reading keeps its content.
-        cuts_chunks: Condition under which reading part of a stored chunk costs only that part's bytes, so that ranks
-            that read for each other may divide the chunk. "always"; "unchecked": if no checksums are compared, since
-            these cover whole chunks; "never": chunks are decoded whole, or LOAD_SHARDED takes no flat ranges.
+        cuts_chunks: Condition under which a part of a stored chunk can be read without the rest. Then ranks that read
+            for each other may divide the chunk. "always"; "unchecked": only if no checksums are compared, since these
+            cover whole chunks; "never": chunks are decoded whole, or LOAD_SHARDED takes no flat ranges.
         fills_devices: Whether LOAD_SHARDED can fill tensors on a device such as CUDA, part by part. Otherwise shards on
             devices are first loaded into the host's memory.
-        is_guess: Whether RECOGNIZE accepts any file of a common type, such as a lone safetensors file, whatever wrote
-            it. All other formats are tried first.
+        is_guess: Whether RECOGNIZE accepts every file of a common type, such as a lone safetensors file, no matter
+            which program wrote it. All other formats are tried first.
         shares_files: Whether several ranks write parts of the same file. On a storage that takes only whole files, one
             rank must then hold each tensor whole.
         writes_common: Whether SAVE_SHARDED writes some of the common state into the tensors' files, so that these

@@ -42,8 +42,8 @@ class LoadOptions:
         verify: Blocks that are checked against their hashes. "whole": blocks that are read whole or nearly (with at
             most 64 KiB missing), and all touched blocks of files up to 4 MiB; "all": all touched blocks; None: none.
         exchange: Whether one rank of a `load` reads elements that several ranks want, and sends them to the others:
-            "always", "never", or "auto": if ranks are on several machines, the storage is an object store or a network
-            file system, and the exchange saves at least 128 MiB per rank.
+            "always", "never", or "auto": only if all three hold: ranks are on several machines; the storage is an
+            object store or a network file system; the exchange saves at least 128 MiB per rank.
         allow_pickle: Whether pickled values may be unpickled, which can run any code.
         types: Enum, dataclass and namedtuple classes; stored records of these classes become instances. For the common
             state that `load` returns, the target's namedtuple classes are added.
@@ -155,7 +155,7 @@ class SaveOptions:
             pipeline stages with different keys. Values of several ranks under one key must be equal bit by bit. Common
             states are sent only if ranks differ, and each distinct state only once.
         report: Function that each rank (in `convert`, only rank 0) calls with its `SaveReport` after the commit. The
-            log has the same information. Its exceptions are logged, since the checkpoint is published by then.
+            log has the same information. The function's exceptions are logged: the checkpoint is published by then.
 
     Examples:
         >>> SaveOptions(durable=False).checksums
@@ -266,10 +266,10 @@ class AsyncRequest(Generic[T]):
         clean_up: Function that every rank calls right after the commit, to remove obsolete files. Its error is raised
             on that rank only, unless there are `finalize_fns`.
         outcome: Result of the save, filled in when it ends; copies of the request share it.
-        state: Value of any class that SAVE_SHARDED passes to the format's later functions in the same save.
+        state: Any value that the format's later functions in the same save need.
         removes_saves: Whether `clean_up` removes this save's owner note and the folders of interrupted saves.
         publish: Function that rank 0 calls last, with the fields from `index`, to make the folder a checkpoint.
-            Formats leave the default: their PUBLISH function or metadata.json does this.
+            Does nothing in a request that a format returns, since the save then publishes the folder itself.
     """
 
     world: World
@@ -299,7 +299,7 @@ class AsyncRequest(Generic[T]):
         return replace(self, finalize_fns=(*self.finalize_fns, fn))
 
     def commit(self, results: Sequence[T]) -> Fields:
-        """Write the index from all ranks' results, publish, and return the fields of metadata.json; on rank 0 only."""
+        """Write the index from all ranks' results, publish the save, and return metadata.json's fields; rank 0 only."""
         fields = self.index(results)
         self.publish(fields)
         return fields

@@ -176,10 +176,10 @@ class DistributedWorld(World):
         return torch.frombuffer(frame, dtype=torch.uint8)
 
     def _empty_frame(self, head: torch.Tensor | None = None) -> torch.Tensor:
-        """Return memory for receiving a frame: its head first, and the whole frame once the head has arrived.
+        """Return memory for receiving the head of a frame (see `_frame`) or, given that head, the whole frame.
 
         Args:
-            head: Received head, which the result begins with; None if it is still to be received.
+            head: Received head, which is copied to the start of the memory; None if it hasn't arrived yet.
         """
         if head is None:
             return torch.zeros(self._head, dtype=torch.uint8, device="cpu")
@@ -192,7 +192,7 @@ class DistributedWorld(World):
 
     @contextmanager
     def _backend_errors(self, what: str, peers: Iterable[int] | None = None) -> Iterator[Gloo]:
-        """Yield the gloo group, and turn the backend's exceptions into WorldErrors that name the absent peers.
+        """Pass the gloo group to a block; turn the backend's exceptions into WorldErrors that name unresponsive peers.
 
         Args:
             what: Name of the collective, for the error.

@@ -105,8 +105,8 @@ def _make(group: torch.distributed.ProcessGroup, timeout: float, purpose: str | 
 def wait_for_all(group: Gloo, work: torch.distributed.Work, timeout: float) -> None:
     """Wait until a collective is complete, or until another rank has stopped waiting.
 
-    In gloo's rings, only the neighbours of a dead rank notice at once. Without this, the other ranks would wait for the
-    full timeout, and the neighbours' errors would name them as absent.
+    In gloo's rings, only the neighbours of a dead rank notice at once. Without this function, the other ranks would
+    wait for the full timeout, and errors on the neighbours would name those waiting ranks as absent.
 
     Raises:
         RuntimeError: the collective failed or timed out, or another rank gave up.
@@ -137,9 +137,10 @@ def _another_gave_up(group: Gloo) -> bool:
 
 
 def absent_ranks(group: Gloo, peers: Iterable[int], timeout: float) -> list[int]:
-    """Record that this rank stopped waiting, and return the absent peers: those that do not soon record the same.
+    """Record that this rank gave up a collective, and return the absent peers: those that don't soon give up as well.
 
-    Peers that wait too record it within about `_GRACE` seconds. The result is empty if the records can't be read.
+    A peer that waits in the same collective sees this record, and gives up within about `_GRACE` seconds. The result is
+    empty if the records can't be read.
     """
     store = _stores.get(group)
     if store is None:

@@ -182,7 +182,7 @@ def share(
     steps: Sequence[str] = (),
     given: Given | None = None,
 ) -> tuple[T, list[U]]:
-    """Return this rank's result of `fn`, and every rank's `message(result)`, by rank; one all-gather.
+    """Return this rank's result of `fn`, and all ranks' `message(result)`, by rank; other arguments: see `agree`.
 
     Raises:
         RemoteError: see `gather`.
@@ -330,7 +330,7 @@ def _text(value: object) -> str:
 
 
 def _check_phases(outcomes: Mapping[int, object]) -> None:
-    """Raise unless all ranks are in the same phase with equal arguments; otherwise they misread each other's values."""
+    """Raise if ranks differ in phase or arguments, since they would then misread each other's values."""
     texts = {rank: dict(getattr(outcome, "given", None) or {}) for rank, outcome in outcomes.items()}
     phases = {rank: getattr(outcome, "phase", "no phase") for rank, outcome in outcomes.items()}
     names = dict.fromkeys(name for text in texts.values() for name in text) if len(set(phases.values())) == 1 else ()
@@ -359,7 +359,7 @@ def _failure(error: BaseException) -> _Failure:
 def _raise_on_failure(
     world: World, phase: str, failures: list[_Failure | None], error: BaseException | None, steps: Sequence[str]
 ) -> None:
-    """Raise an error on every rank if a rank failed: for the earliest of the `steps` that failed, else for the `phase`.
+    """Raise on every rank if one failed. The error names the earliest of `steps` that failed, or `phase` if none did.
 
     If this rank's own error is no ``Exception`` (``KeyboardInterrupt``), return, so that the caller raises that one.
     """

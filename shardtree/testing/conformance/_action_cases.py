@@ -43,7 +43,7 @@ def _save_state(subject: Subject, place: Storage | None = None) -> Storage:
 
 
 def _without_writer(subject: Subject) -> Subject:
-    """Return the subject without the caller's function `save`, if the backend has a row for saving."""
+    """Return the subject with None as `save`, if the dispatch table has a row for saving the backend's shards."""
     # The caller's writer doesn't call a row that a test replaces, and may write the files of a second format too.
     return replace(subject, save=None) if subject.has(StrategyAction.SAVE_SHARDED) else subject
 
@@ -73,7 +73,7 @@ def _received(value: Any, name: str) -> Any:
 
 
 def _check_loads(subject: Subject, checkpoint: Checkpoint) -> None:
-    """Raise unless the backend's row for LOAD_SHARDED loads all tensors, whole, from an open checkpoint."""
+    """Raise unless the backend's function for LOAD_SHARDED loads all tensors, whole, from an open checkpoint."""
     memories = {key: torch.zeros_like(whole) for key, whole in _TENSORS.items()}
     shards = [ShardedTensor.from_rank_offsets(key, memory) for key, memory in memories.items()]
     _call(subject, StrategyAction.LOAD_SHARDED, checkpoint, shards)
@@ -119,7 +119,10 @@ def _note(names: set[str], call: Call) -> None:
 
 
 def resolving(subject: Subject) -> Iterator[Case]:
-    """Yield loads for which 1, 2 or 3 ranks share the lookup of keys; afterwards each rank must load all tensors."""
+    """Yield cases in which 1, 2 or 3 ranks share a search (RESOLVE) for facts that the metadata lacks.
+
+    Afterwards, each rank must load all tensors.
+    """
     for ranks in (1, 2, 3):
         yield Case(f"shared by {ranks}", partial(_check_resolved, subject, ranks))
 

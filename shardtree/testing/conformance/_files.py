@@ -203,7 +203,7 @@ def _check_overwrite(subject: Subject) -> None:
 
 
 def _check_others(subject: Subject) -> None:
-    """Raise unless a save of other tensors over a checkpoint leaves no trace of the old ones."""
+    """Raise unless overwriting a checkpoint with different tensors leaves no trace of the old tensors."""
     # The old tensors are loaded first, so that a backend that caches metadata by path fails here.
     place: Storage | None = None
     for shapes in ({"w": SHAPE, "b": (2,)}, {"w": (2, 3), "v": (3, 2)}):
@@ -289,7 +289,12 @@ def _check_undamaged(subject: Subject) -> None:
 
 
 def _check_flipped(subject: Subject, number: int) -> None:
-    """Raise unless a flipped bit is found, or the report lists that byte as unchecked."""
+    """Raise unless `verify` finds a flipped bit, or reports its byte as unchecked.
+
+    Args:
+        subject: The backend.
+        number: Index of the damaged file among the checkpoint's files, which are sorted by name.
+    """
     place = _save_state(subject)
     file = sorted(file_names(place))[number]
     data = place.read(file)
@@ -325,9 +330,9 @@ def _check_truncated(subject: Subject, number: int, keep: float | None) -> None:
 
 
 def _last(file: str) -> str:
-    """Return a name without its parent folders, for the names of cases.
+    """Return the last component of a path, for the names of cases.
 
-    The name of a save's folder changes with each save, so a fixed text stands for it.
+    For the path of a save's folder, whose name changes with each save, the result is a fixed text.
     """
     last = PurePosixPath(file).name
     return "the save's folder" if is_save_folder(last) else last

@@ -150,7 +150,7 @@ LARGE: Pairs = {
 def of_pairs(pairs: Pairs, count: int, subject: Subject) -> Iterator[Case]:
     """Yield a round trip of one tensor for each pair (layout of the save, layout of the load).
 
-    The format may not refuse the first `count` of them.
+    A format may refuse pairs that it can't represent, except the first `count`.
     """
     for number, (name, (save_layout, load_layout)) in enumerate(pairs.items()):
         state = GlobalState({"w": numbers(save_layout.global_shape)}, {}, {})

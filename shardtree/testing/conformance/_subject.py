@@ -47,6 +47,8 @@ class Refused(Exception):
 class Subject:
     """A backend under test.
 
+    A row of the dispatch table is the backend's function for one action.
+
     Attributes:
         backend: Name of the format.
         version: Version of the format.
@@ -68,22 +70,22 @@ class Subject:
     holds_common: bool | None = None
 
     def row(self, action: Enum) -> Strategy | None:
-        """Return the function of an action's row; None if there is none."""
+        """Return the backend's function for an action from the dispatch table; None if it has none."""
         return find_strategy(action, self.backend, self.version, strategies=self.strategies)
 
     def has(self, action: Enum) -> bool:
-        """Return whether the backend has a row for an action."""
+        """Return whether the dispatch table has a row of the backend for an action."""
         return self.row(action) is not None
 
     def actions(self) -> list[Enum]:
-        """Return the actions that the backend has rows for: ours, then those that the table's owner added."""
+        """Return the actions for which the backend has functions: ours, then those that the table's owner added."""
         ours = [action for action in StrategyAction if self.has(action)]
         subject = [self.backend, self.version]
         added = [action for action, *name in table_of(self.strategies) if name == subject and action not in ours]
         return [*ours, *sorted(added, key=lambda action: str(action.value))]
 
     def with_row(self, action: Enum, function: Strategy) -> Subject:
-        """Return the backend with another function in an action's row."""
+        """Return a subject whose dispatch table has another function for an action of the backend."""
         table = default_strategies if self.strategies is None else self.strategies
         return replace(self, strategies={**table, (action, self.backend, self.version): function})
 
@@ -106,13 +108,15 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """A property that a backend must have if it has certain rows.
+    """A property that a backend must have if it has functions for certain actions in its dispatch table.
+
+    Such a function is called a row of the table.
 
     Attributes:
         name: The property, in words.
-        rows: Actions whose rows a backend needs to make this promise.
+        rows: Actions that all need a row, or else the backend doesn't make this promise.
         cases: Function that yields the tests of a backend, simple ones first.
-        saves: Whether the promise is about saving, so that a format without a row for saving doesn't make it.
+        saves: Whether the promise is about saving; a backend without a row for saving doesn't make it.
     """
 
     name: str
@@ -141,7 +145,10 @@ def raising(error: Exception) -> None:
 
 
 def saver(subject: Subject) -> Callable[..., Any]:
-    """Return a `save` that writes shards with the backend, or the common state if it has no row for saving shards."""
+    """Return a function like `save` that writes shards with the backend.
+
+    If the dispatch table has no row for saving the backend's shards, it writes the common values with the backend.
+    """
     name = (subject.backend, subject.version)
     choices = (name, None) if subject.has(StrategyAction.SAVE_SHARDED) else (None, name)
 

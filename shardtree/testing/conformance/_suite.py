@@ -1,4 +1,4 @@
-"""`check_strategy`, which tries every promise of a backend's rows, and reports all broken ones at once."""
+"""`check_strategy`, which tests every promise that a backend makes by its rows in the dispatch table."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def _check_objects(subject: Subject, *values: Callable[[], Any]) -> None:
     """Raise unless arrays of objects, saved on two ranks, are loaded correctly on one rank and on three.
 
     Args:
-        values: Functions that make a value; an array has two objects, the value and a list of it.
+        values: Functions that return a value; each gives an array of two objects, the value and ``[value]``.
     """
     names = [f"rng.{number}" for number in range(len(values))]
     cells = [[value(), [value()]] for value in values]
@@ -104,7 +104,7 @@ def _check_common(subject: Subject, values: Mapping[str, Callable[[], Any]]) -> 
 
 
 def common_positions(subject: Subject) -> Iterator[Case]:
-    """Yield cases of common values in a list around a shard, in a tree without shards, beside content metadata."""
+    """Yield three cases: common values in a list around a shard, without shards, and beside `content_metadata`."""
     yield Case("a list of values around a shard", partial(_check_hole, subject))
     yield Case("nothing but values", partial(_check_alone, subject))
     yield Case("content_metadata", partial(_check_content, subject))

@@ -48,7 +48,8 @@ class Calls(deque[QueuedSave]):
     """A queue's saves in progress, in order.
 
     Attributes:
-        is_committing: Whether the first save is being committed; its finalizers may only schedule further saves.
+        is_committing: Whether the first save is being committed. Meanwhile, its finalizers may schedule saves, but not
+            commit any.
     """
 
     is_committing = False
@@ -90,7 +91,10 @@ def finalize(calls: Calls, *, blocking: bool, no_dist: bool = False) -> list[int
 
 
 def finalize_all(calls: Calls) -> list[BaseException]:
-    """Commit all saves, and return the errors of failed ones, in order; saves that ranks disagree about stay."""
+    """Commit all saves in order, and return the errors of failed ones.
+
+    If ranks disagree about which save is next, the remaining saves stay in `calls`.
+    """
     failures: list[BaseException] = []
     while calls:
         before = len(calls)
@@ -104,7 +108,7 @@ def finalize_all(calls: Calls) -> list[BaseException]:
 
 
 def check_idle(calls: Calls) -> None:
-    """Raise if a save is being committed: then the caller is one of its finalizers, which must not commit saves.
+    """Raise if a finalizer calls this while its save is being committed: finalizers must not commit saves.
 
     Raises:
         WorldError: a save is being committed; the error names it.

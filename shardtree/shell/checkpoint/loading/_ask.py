@@ -138,7 +138,10 @@ def _alike_arguments(request: LoadRequest) -> dict[str, object]:
 
 
 def matched_target(request: LoadRequest, rank: int, ranks: int) -> tuple[Target, KnownLayout | None]:
-    """Return a rank's target, split into leaves, and the caller's layout of all ranks, checked against this target."""
+    """Return a rank's target, split into leaves, and the caller's layout of all ranks; None if no layout was passed.
+
+    The layout is checked against the target.
+    """
     target, layout = take_apart(request.tree, donate=request.donate), request.layout
     return target, None if layout is None else known_layout("load", layout, target.tensors, rank, ranks)
 
@@ -148,11 +151,12 @@ def resolve(
 ) -> None:
     """Find the facts about stored tensors that the format's metadata lacks, and keep them in the checkpoint's cache.
 
-    Only formats with a RESOLVE row need this. For them the call is collective, and ranks divide the search.
+    Only formats with a RESOLVE row in the dispatch table need this. For them the call is collective, and ranks
+    divide the search.
 
     Args:
-        checkpoint: The checkpoint, with rank 0's fields.
-        sharded: The caller's choice of a strategy for the shards; for a function, nothing is searched.
+        checkpoint: The checkpoint; its fields of metadata.json are rank 0's.
+        sharded: The caller's choice of a strategy for the shards; if it is a function, nothing is searched.
         strategies: The dispatch table; None for the process's.
         keys: Function that returns the keys of this rank's tensors, and whether the load also lists all stored keys.
     """
@@ -197,7 +201,7 @@ def with_metadata(request: LoadRequest, local: LocalLoad) -> LocalLoad:
 
 
 def keys_to_resolve(local: LocalLoad) -> tuple[Set[str], bool]:
-    """Return the keys of the tensors that a rank requests, and whether its strict mode also needs all stored keys."""
+    """Return the keys of the tensors that a rank requests, and whether the strict mode also needs all stored keys."""
     # A strict mode that compares keys lists all stored tensors.
     keys = local.target.plain_keys.union(shard.key for shard in local.target.tensors)
     return keys, local.mode is not StrictHandling.ASSUME_OK_UNEXPECTED
@@ -206,7 +210,8 @@ def keys_to_resolve(local: LocalLoad) -> tuple[Set[str], bool]:
 def compare_keys(world: World, request: LoadRequest, local: LocalLoad) -> tuple[set[str], set[str]]:
     """Return the stored keys that no rank requests, and the keys that this rank requests and that are not stored.
 
-    A set that the strict mode does not use is empty. If the mode uses neither, the call is not collective.
+    A set that the load's strict mode (`StrictHandling`) doesn't need is empty. If the mode needs neither set, the call
+    is not collective.
 
     Args:
         world: The ranks that load together.

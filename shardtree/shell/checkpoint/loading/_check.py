@@ -62,7 +62,10 @@ class CheckedLoad:
 def check_ranks(
     request: LoadRequest, local: LocalLoad, messages: Sequence[Message], missing: Set[str], unexpected: set[str]
 ) -> CheckedLoad:
-    """Run `check` on every rank, and return this rank's result once all have succeeded; one all-gather."""
+    """Run `check` on every rank, and return this rank's result once all have succeeded; one all-gather.
+
+    The arguments are those of `check`.
+    """
 
     def fits() -> CheckedLoad:
         with unless_replaced(local.checkpoint):
@@ -88,8 +91,8 @@ def check(
         request: The caller's request.
         local: The rank's prepared load.
         messages: The messages of all ranks, by rank.
-        missing: Stored keys that no rank requests; empty if the strict mode does not use them.
-        unexpected: Keys that this rank requests and that are not stored; empty if the strict mode does not use them.
+        missing: Stored keys that no rank requests (a term of Megatron-Core); empty if the strict mode doesn't use them.
+        unexpected: Keys that this rank requests and that aren't stored; empty if the strict mode doesn't use them.
 
     Raises:
         KeyMismatch, TreeError, UnsupportedValue, ShapeError, IntegrityError, UnsafeFile: as `load`.

@@ -36,9 +36,10 @@ P = TypeVar("P", bound=Misfit)
 def fit_target(
     stored: Stored, target: Target, request: LoadRequest, left_out: Collection[str]
 ) -> tuple[Kinds, ObjectsFit]:
-    """Check that a target fits the checkpoint; return its tensors' stored kinds, and an `ObjectsFit` for its objects.
+    """Check that a target fits the checkpoint; return its tensors' stored dtypes and shapes, and an `ObjectsFit`.
 
-    Nothing is checked if the format can't list its contents, or if a function of the caller loads the shards.
+    Nothing is checked if the format can't list its contents and no conversion is requested. If a function of the caller
+    loads the shards, only shapes of arrays of objects, and scales of tensors to convert, are checked.
 
     Args:
         stored: The checkpoint's contents.
@@ -85,7 +86,7 @@ def prospect(stored: Stored, shards: Sequence[ShardedTensor], *, cast: bool, pla
         stored: The checkpoint's contents.
         shards: The shards to load.
         cast: Whether dtypes are converted.
-        plain: Patterns of the keys that may be cast although tensors named like scales are stored beside them.
+        plain: Patterns of the keys of plain values. These may be cast even if tensors named like scales are stored.
 
     Raises:
         StrategyError: The format can't list its contents.
@@ -111,7 +112,7 @@ def find_without_scales(
         stored: The checkpoint's contents.
         shards: The rank's shards.
         kinds: The stored kinds (dtype and shape) of the shards' tensors, by key.
-        plain: Patterns of the keys that may be cast although tensors named like scales are stored beside them.
+        plain: Patterns of the keys of plain values. These may be cast even if tensors named like scales are stored.
 
     Raises:
         KeyMismatch: A pattern of plain values matches no stored key.

@@ -49,8 +49,8 @@ def load(
 
     Only the bytes that the target requests are read. A plain tensor in the target requests the whole stored tensor
     whose key is the plain tensor's path, joined by dots. If no tensor has that key, the result has the common state's
-    value there. If it has none, the result lacks the tensor, and a warning and the report name it. Other plain
-    values in the target are ignored. The result has all containers of the target, as in `trees.join`.
+    value there. If there is none, the result lacks the tensor, and a warning and the report name it. Other plain values
+    in the target are ignored. The result has all containers of the target, as in `trees.join`.
 
     Some of the stored common state is left out: lists, tuples and class instances that contain shards which the target
     doesn't request; and keys that only some ranks had and no rank's target has. If this leaves out plain values, the

@@ -33,8 +33,8 @@ class ObjectsFit:
     Attributes:
         problems: The reasons why some objects can't be loaded.
         arrays: The arrays of objects that are stored in another shape than the target's, as (key, target's shape).
-        cells: All stored cells (single objects) of such arrays, without data.
-        rules: The rules for such arrays, by key.
+        cells: All stored objects of these arrays, one for each cell of an array, without data.
+        rules: The rules for these arrays, by key.
     """
 
     problems: tuple[Misfit, ...] = ()

@@ -272,11 +272,11 @@ _FIXES = {
 
 
 def refuse_omissions(strict: StrictHandling, what: str, paths: Sequence[str]) -> None:
-    """Raise if there are omissions and the mode is RAISE_ALL.
+    """Raise if a load leaves out values and its strict mode is RAISE_ALL.
 
     Args:
         strict: The strict mode.
-        what: Heading of the error: `STORED_VALUES`, `TARGET_TENSORS` or `RANK_VALUES`.
+        what: Heading of the error, a constant of this module: `STORED_VALUES`, `TARGET_TENSORS` or `RANK_VALUES`.
         paths: Paths of the omitted values or tensors.
 
     Raises:

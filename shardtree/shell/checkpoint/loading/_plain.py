@@ -83,9 +83,9 @@ def unfilled_paths(target: Target, tree: Any) -> list[TreePath]:
 
 
 def refuse_other_keys(paths: Sequence[TreePath], common: Any, checkpoint_keys: Collection[str]) -> None:
-    """Raise if a plain tensor gets no value, but its values seem to be stored under another key.
+    """Raise if a plain tensor of the target gets no value, although it seems to be stored under another key.
 
-    This means: the saved tree had a shard at the plain tensor's path, or a stored key is a suffix of that path.
+    It seems so if the saved tree had a shard at the plain tensor's path, or if a stored key is a suffix of that path.
 
     Args:
         paths: Paths of the plain tensors that get no value.

@@ -115,8 +115,8 @@ class Reading:
         strategies: The dispatch table; None for the process's.
         donate: Whether the target's tensors are filled in place.
         exchange: The choice whether ranks read for each other.
-        kinds: The stored kinds of tensors, by key; tensors of another dtype than the target's are converted.
-        objects: The comparison of the target's objects with the stored ones.
+        kinds: Stored dtype and shape of each tensor, by key; tensors of another dtype than the target's are converted.
+        objects: The differences between the target's objects and the stored ones.
         layout: The tensor shards that all ranks request, if the caller passed them.
         device: The device of tensors that have no memory in the target.
     """
@@ -146,7 +146,7 @@ class Destination:
     Attributes:
         leaves: The leaves of the target.
         shards: The tensor shards among the leaves.
-        memories: The same shards, with memory to be filled.
+        memories: The same shards, with the tensors to be filled as their data.
     """
 
     leaves: Sequence[Any]
@@ -241,7 +241,7 @@ def _read_items(reading: Reading, objects: Sequence[ShardedObject]) -> list[Any]
 
 
 def deliver(reading: Reading, destination: Destination, objects: Sequence[Any]) -> list[Any]:
-    """Return the loaded value of each leaf: a tensor, an object in a `LocalNonpersistentObject`, or a hole.
+    """Return the loaded value of each leaf: a tensor, or an object in a `LocalNonpersistentObject`; else `HOLE`.
 
     The target's own instances of `LocalNonpersistentObject` are returned unchanged.
 
@@ -267,7 +267,7 @@ def deliver(reading: Reading, destination: Destination, objects: Sequence[Any]) 
 
 
 def traits_of_load(checkpoint: Checkpoint, choice: Choice, strategies: Strategies | None) -> FormatTraits:
-    """Return the traits of a checkpoint's format; the default traits if the format's own function is replaced."""
+    """Return a checkpoint format's traits; the default traits if the shards are loaded by a replacement function."""
     backend = sharded_backend(checkpoint.fields)
     load_sharded = strategy_of(StrategyAction.LOAD_SHARDED, choice, backend, strategies)
     # The traits describe the format's own function, not a replacement for this call.

@@ -25,8 +25,8 @@ class StrictHandling(Enum):
       plain value or a plain tensor. So does a dict inside it if nothing is loaded into the dict. If values are loaded
       into the container, but a shard that isn't stored has no data, the load raises a TreeError.
     - An instance of a class lacks stored fields that the class doesn't have by now.
-    - A list or tuple may have another length than the stored one. But if the target's one has shards and the stored one
-      has plain values, another length is a TreeError.
+    - A list or tuple may have another length than the stored one. But if the target requests shards in it, and the
+      stored one has plain values, another length is a TreeError.
 
     Attributes:
         ASSUME_OK_UNEXPECTED: Keys aren't compared. An unexpected key is an error of the load's check, before a tensor

@@ -102,7 +102,7 @@ def with_memories(
 
     Args:
         shards: The target's shards.
-        donate: Whether their tensors may be filled in place.
+        donate: Whether the load may fill these tensors in place.
         device: The device of tensors that have no memory in the target.
         is_staged: Function that returns whether a shard may be filled on its device part by part, without a whole copy
             in host memory.
@@ -133,11 +133,11 @@ def with_memories(
 
 
 def check_tensors(pairs: Sequence[tuple[ShardedTensor, torch.Tensor | None]], *, donate: bool) -> set[int]:
-    """Check shards before memory is allocated; return the indices of those whose own tensor can be filled as it is.
+    """Check shards before memory is allocated; return the indices of those whose tensor the read can fill directly.
 
     Args:
         pairs: The target's shards with their tensors; None for a shard without memory.
-        donate: Whether their tensors may be filled in place.
+        donate: Whether the load may fill these tensors in place.
 
     Raises:
         ShapeError: A tensor was changed since its shard was built, elements of donated tensors share memory, or a
@@ -238,10 +238,10 @@ class Target:
         rebuild: Function from new leaves to a tree of the same structure.
         merge: Function from the tree of loaded values to the result, in which factories have merged their values.
         types: The namedtuple classes in the tree.
-        plain: The paths of the leaves that are plain tensors, or values that hold tensors, by the index of the leaf.
+        plain: Path of each leaf that is a plain tensor or a value with tensors inside, by the leaf's index.
         donate: Whether the target's tensors may be filled in place.
-        own: The target's values, by path, that a list, tuple or class instance keeps if nothing is stored for them;
-            None in modes that leave nothing out.
+        own: Values of the target, by path, for items of lists, tuples and class instances: if an item isn't stored, the
+            result has this value. None if the strict mode leaves nothing out.
     """
 
     leaves: tuple[Any, ...]

@@ -25,13 +25,12 @@ logger = logging.getLogger("shardtree")
 
 
 def clean_up(pending: PendingSave, strategies: Strategies | None, *, removes_saves: bool) -> None:
-    """Remove the files that a committed save replaced, and orphaned files in the folder and beside it; on rank 0.
+    """On rank 0, remove the files that a committed save replaced, and orphaned files in and beside its folder.
 
     Args:
         pending: The save.
         strategies: Dispatch table; None for the process's.
-        removes_saves: Whether the format's own clean-up already removes interrupted saves' folders, and the note that
-            names the owner of a save's folder.
+        removes_saves: Whether the format's own clean-up already removes the folders of interrupted saves.
     """
     if pending.world.rank != 0:
         return

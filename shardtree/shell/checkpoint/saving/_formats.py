@@ -48,7 +48,8 @@ class FormatSteps:
         requests: Requests that write the shards: one from the tensors' format, and one from the objects' format if the
             two formats differ.
         save_common: Function that writes the common state, and returns the format's fields for metadata.json.
-        publish: Function that makes the folder a checkpoint, given all fields; None if writing metadata.json does this.
+        publish: Function that makes the folder a checkpoint, given all fields for metadata.json; None if writing that
+            file does this.
         recognizes: Whether the shards' format recognises folders without a metadata.json.
     """
 
@@ -72,7 +73,7 @@ class FormatSteps:
             # Equal values are allowed: both may write to the save's folder, and return its name.
             if both := sorted(repr(name) for name in fields.keys() & others.keys() if fields[name] != others[name]):
                 heading = "save: the formats of shards and objects return different values for fields of metadata.json"
-                fix = "Rename these fields in one format, or let the shards' format store objects, too (LOAD_OBJECTS)."
+                fix = "Rename these fields in one format, or let the shards' format store objects (see LOAD_OBJECTS)."
                 raise StrategyError(error_text(heading, offenders=both, fix=fix))
             fields |= others
         return fields
@@ -87,8 +88,8 @@ def steps_of_formats(
         pending: The save, with the common state.
         writes: The tensors and objects that this rank writes.
         formats: The formats, with their backends.
-        unions: Keys that all ranks have, for each dict of the common state whose keys differ between ranks; by the
-            dict's path. They are recorded in metadata.json.
+        unions: Intersection of the ranks' keys, for each dict of the common state whose keys differ between ranks; by
+            the dict's path. Recorded in metadata.json.
 
     Raises:
         StrategyError: a format can't save.

@@ -119,15 +119,15 @@ def remove_sibling(storage: Storage, sibling: Sibling, strategies: Strategies | 
     """
     is_exchanged = sibling.is_exchanged()
     if is_exchanged is None and sibling.storage.names():
-        what = f"save: {sibling.storage.where()!r} may hold the old checkpoint, or half of a new one"
-        fix = "An interrupted save left this folder. Move files that you need out of it, then delete it."
+        what = f"save: unclear whether {sibling.storage.where()!r} is the old checkpoint or an unfinished new one"
+        fix = "An interrupted save left this folder. Move it elsewhere, since it may have files that you need."
         raise StorageError(error_text(what, fix=fix))
     if is_exchanged:
         # The old folder is searched again, since files may have been made between the links and the exchange.
         others = _others(sibling.storage, sibling, strategies)
         if clashes := sibling.share(others, durable=durable):
-            what = f"save: other programs' files in the replaced checkpoint have names of files in {storage.where()!r}"
-            fix = f"The save is complete. Move these files out of {sibling.storage.where()!r}, then delete that folder."
+            what = f"save: other programs' files cannot be kept in {storage.where()!r}: it has files of the same names"
+            fix = f"The save is complete. Move them out of {sibling.storage.where()!r}; a later save removes the rest."
             raise StorageError(error_text(what, offenders=map(repr, clashes), fix=fix))
     sibling.remove()
 

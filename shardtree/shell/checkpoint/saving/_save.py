@@ -293,10 +293,12 @@ def _plan(save: Save, writing: World) -> AsyncRequest[Any]:
 
 
 def share_out(save: Save) -> tuple[Writes, ShardColumns | None]:
-    """Return the shards that this rank writes, and the columns of all ranks' shards if they are known.
+    """Return the shards and objects that this rank writes, and the columns of all ranks' shards.
+
+    The columns are None if several ranks save without describing their shards to each other.
 
     Raises:
-        IntegrityError: shards or objects don't fit together.
+        IntegrityError: the ranks' shards or objects don't fit together.
     """
     parts, world = save.parts, save.world
     objects = tuple(item for item in parts.objects if is_main_replica(item.replica_id))

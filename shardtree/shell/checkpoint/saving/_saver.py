@@ -256,7 +256,7 @@ def _check_no_other(pending: PendingSave, strategies: Strategies | None) -> None
 
 @contextmanager
 def _lost_to_another(pending: PendingSave) -> Iterator[None]:
-    """Turn CheckpointReplaced into AlreadyACheckpoint for a save that may not replace checkpoints.
+    """Turn CheckpointReplaced in the context into AlreadyACheckpoint if the save may not replace checkpoints.
 
     On storages without conditional writes the error stays as it is.
     """

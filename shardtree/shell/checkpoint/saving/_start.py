@@ -100,7 +100,7 @@ def begin(save: Save, storage: Storage, undo: ExitStack) -> Save:
 
     Raises:
         AlreadyACheckpoint: the destination holds a checkpoint that may not be replaced.
-        StrategyError: the existing checkpoint can be replaced only as a whole folder, which isn't possible here.
+        StrategyError: the existing checkpoint can be replaced only by an exchange of folders, which isn't possible.
         StorageError: the folder can't be made, or belongs to another program.
     """
     save_id = new_save_id()
@@ -166,16 +166,13 @@ def inspect_folder(storage: Storage, formats: Formats, *, overwrite: bool, save_
         return save_id, None, stamp(storage, deciding_files(formats.strategies))
     names = () if formats.in_save_folder else manifests(formats.strategies)
     if (manifest := next((name for name in names if storage.length(name) is not None), None)) is not None:
-        heading = f"save: {storage.where(manifest)!r} is the manifest of a checkpoint that is not there"
-        raise StorageError(error_text(heading, fix="Move it or save elsewhere: loads would check new files by it."))
+        heading = f"save: {storage.where(manifest)!r} is a manifest, but its checkpoint is not in this folder"
+        raise StorageError(error_text(heading, fix="Move it, or save elsewhere: it would not match the new files."))
     return save_id, before, None
 
 
 def beside(storage: Storage, look: Callable[[], T]) -> Callable[[], T]:
-    """Start `look` in a thread if the storage is reached by requests; return a function that returns the result.
-
-    On other storages, the returned function calls `look`.
-    """
+    """Return `look`, or, on a remote storage, start it in a thread and return a function that waits for its result."""
     return look if can(storage).entries is None else Task(look).result
 
 
@@ -201,7 +198,7 @@ def pending_save(start: Start, storage: Storage, world: World, options: SaveOpti
 
 
 def pending_here(save: Save) -> PendingSave:
-    """Return this rank's description of the save that rank 0 began; raise if it doesn't see rank 0's folder.
+    """Return this rank's description of the save that rank 0 began; raise if this rank doesn't see the save's folder.
 
     Raises:
         StorageError: this rank doesn't see the folder.
@@ -235,7 +232,7 @@ def make_folder(pending: PendingSave, formats: Formats, undo: ExitStack) -> tupl
         folder if the save writes to a sibling folder.
 
     Raises:
-        StrategyError: the existing checkpoint can be replaced only as a whole folder, which isn't possible here.
+        StrategyError: the existing checkpoint can be replaced only by an exchange of folders, which isn't possible.
         StorageError: the folder can't be made, or another save to it is in progress.
     """
     durable, folder = pending.options.durable, None
@@ -255,7 +252,10 @@ def make_folder(pending: PendingSave, formats: Formats, undo: ExitStack) -> tupl
 
 
 def end(pending: PendingSave) -> None:
-    """End the claim of a save of this process, and remove its empty folder or its unused sibling. Never raises."""
+    """Stop marking a save of this process as alive, and remove its folder if that is empty; never raises.
+
+    A sibling folder of the save is removed with its files, unless it was exchanged with the checkpoint's folder.
+    """
     release(pending.save_id)
     storage = pending.destination
     try:

@@ -27,9 +27,9 @@ class TreeParts:
     Attributes:
         tensors: The tensor shards, including those that factories built.
         objects: The sharded objects.
-        common: Everything else, with holes in place of shards and nonpersistent objects.
-        unions: Union of all ranks' keys, by the path of each dict in which ranks have different keys. Empty unless the
-            common state is the union of the ranks' states.
+        common: Everything else, with holes (placeholders) in place of shards and nonpersistent objects.
+        unions: Keys that no rank lacks, for each dict whose keys differ between ranks, by the dict's path. Empty unless
+            the common state is the union of the ranks' states.
     """
 
     tensors: tuple[ShardedTensor, ...]
@@ -42,21 +42,24 @@ class TreeParts:
 class Save:
     """The state of a running save on one rank: the arguments of `save` and, from `parts` on, results of its steps.
 
+    The steps that set fields are the functions `meet`, in which ranks describe their shards to each other, and
+    `compare_common`.
+
     Attributes:
         world: The ranks that save together.
-        where: The destination; a `Storage` from step 2 on.
-        formats: The formats that the caller chose; their backends are known from step 2 on.
+        where: The destination, as the caller passed it; `meet` makes it a `Storage`.
+        formats: The formats that the caller chose; `meet` adds their backends.
         validate: Whether shards must tile their tensors, and common states agree.
         common_view: Function that returns the part of the common state that is compared; None for all of it.
         options: The options of the save.
         overwrite: Whether an existing checkpoint may be replaced.
         layout: All ranks' shards, if the caller passed them.
         is_async: Whether the request is returned instead of run.
-        parts: This rank's tree, split; step 3 may replace its common state by the union of all ranks' states.
+        parts: This rank's tree, split; `compare_common` may replace its common state by the union of all ranks' states.
         known: The caller's layout, matched with this rank's shards; None without a layout.
         descriptions: All ranks' descriptions of their shards, by rank; empty if ranks don't compare them.
         start: The state of the destination that rank 0 found.
-        pending: Description of the save for formats' functions, once rank 0 has begun it; set on other ranks in step 4.
+        pending: Description of the save for formats' functions, on rank 0; other ranks make theirs when they plan.
         claim: Claim that marks this save as alive; on rank 0 only.
         folder: Folder made at the destination, on rank 0; None on other ranks, and if none needs a sync.
     """

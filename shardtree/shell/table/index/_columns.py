@@ -109,11 +109,11 @@ class Index:
         return {name: np.ascontiguousarray(column) for name, column in columns.items() if column is not None}
 
     def find_keys(self, keys: Sequence[str]) -> list[int]:
-        """Return the number of each key's tensor, -1 for missing ones."""
+        """Return the number of each key's tensor (its position in `keys()`), -1 for missing ones."""
         return find_texts(self.key_text, self.key_start, keys)
 
     def find_objects(self, unique_keys: Sequence[str]) -> list[int]:
-        """Return the number of each object, -1 for missing ones."""
+        """Return each object's number (its position in `object_names()`), -1 for missing ones."""
         return find_texts(self.object_text, self.object_start, unique_keys)
 
     def file(self, number: int) -> StoredFile:
@@ -386,7 +386,7 @@ def whole_shards(index: Index) -> Iterator[ShardedTensor]:
 
 
 def _shapes(index: Index, rows: Column) -> list[tuple[int, ...]]:
-    """Return the global shapes of tensors, given their numbers."""
+    """Return the global shapes of tensors, given their row numbers in the index."""
     axes = index.key_shape.shape[1]
     # Columns are converted one by one, since a list for each row would keep the garbage collector busy.
     shapes = list(zip(*index.key_shape[rows].T.tolist(), strict=True))

@@ -1,4 +1,4 @@
-"""Construction of an index from shards and their locations, its file, and checks of an index that was read."""
+"""Functions that build an index from shards and their locations, write it to a file, read it, and check it."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class TensorLookup:
         kind: Dtype and shape.
         first: Number of the tensor's first chunk.
         last: One past the number of its last chunk.
-        chunk: The only chunk of the tensor; None if there are several, or if it is a flat range.
+        chunk: The tensor's chunk if there is only one, and it is a whole box; otherwise None.
     """
 
     kind: TensorKind
@@ -170,7 +170,7 @@ def _only_chunk(index: Index, first: int, last: int, offset: tuple[int, ...], bo
 
 
 def run_plan(run: FileRun) -> LoadPlan:
-    """Return the plan for loading a single shard from one byte range."""
+    """Return the plan for loading a single shard from one byte range of a file."""
     file, byte, length = (np.array([number], dtype=np.int64) for number in run)
     zero: Column = np.zeros(1, dtype=np.int64)
     return plans.runs_plan(plans.Runs(file, byte, zero, zero, length))
@@ -212,7 +212,7 @@ def _finder_of(checkpoint: Checkpoint, index: Index) -> Find:
 
 
 class _Newest:
-    """The last index from which one open checkpoint was read, and a memoised lookup of tensors in that index."""
+    """A one-entry cache for an open checkpoint: the index that was used last, and a memoised lookup of its tensors."""
 
     __slots__ = ("find", "index")
 
@@ -372,8 +372,8 @@ def stored_columns(
     Args:
         kinds: Dtype and shape of each tensor, by key, in sorted order.
         key: Position of each chunk's tensor in `kinds`, int64 (chunks,).
-        offset: Offsets of the chunks' boxes, right-aligned, int64 (chunks, axes).
-        shape: Shapes of the chunks' boxes, right-aligned, int64 (chunks, axes).
+        offset: Offsets of the chunks' boxes, int64 (chunks, axes), right-aligned as in `ShardColumns`.
+        shape: Shapes of the chunks' boxes, int64 (chunks, axes), right-aligned as in `ShardColumns`.
         start: First element of each flat range, -1 for a whole box, int64 (chunks,); None if all are whole boxes.
         stop: One past the last element of each flat range, like `start`.
     """

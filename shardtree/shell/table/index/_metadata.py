@@ -137,7 +137,7 @@ class IndexMetadata(PairsMapping[ShardedTensor | ShardedObject]):
         return chain(tensors, ((name, ShardedObject.empty_from_unique_key(name)) for name in names))
 
     def kinds(self, keys: Sequence[str]) -> dict[str, TensorKind]:
-        """Return the dtype and shape of each given key that is a stored tensor, by key."""
+        """Return the dtype and shape of each stored tensor among the given keys, by key; other keys are left out."""
         numbers = self.index.find_keys(keys)
         number_of = {key: number for key, number in zip(keys, numbers, strict=True) if number >= 0}
         return dict(zip(number_of, self.index.kinds(list(number_of.values())), strict=True))
@@ -173,25 +173,26 @@ class DeferredMetadata(Mapping[str, ShardedTensor | ShardedObject]):
     whole: Callable[[], IndexMetadata]
 
     def __getitem__(self, key: str) -> ShardedTensor | ShardedObject:
-        """Return the tensor or object with a final or stored name: a tensor's key, or an object's unique key."""
+        """Return the tensor or object with that name: one that users know, or one in the checkpoint's files."""
         return self.of([key])[key]
 
     def __contains__(self, key: object) -> bool:
-        """Return whether a tensor or object has the given final or stored name."""
+        """Return whether a tensor or object has that name, either for users or in the checkpoint's files."""
         return key in self.stored or key in self.whole()
 
     def __iter__(self) -> Iterator[str]:
-        """Return an iterator over the final names of all tensors and objects."""
+        """Return an iterator over the names that users know, rather than those in the checkpoint's files."""
         return iter(self.whole())
 
     def __len__(self) -> int:
-        """Return the number of tensors and objects that have a final name."""
+        """Return the number of tensors and objects, counted by the names that users know."""
         return len(self.whole())
 
     def of(self, names: Iterable[str]) -> IndexMetadata:
         """Return metadata in which the given names can be looked up.
 
-        If all are stored names, it lists stored names, and nothing is read. Otherwise it lists final names.
+        If all are names in the checkpoint's files, the metadata lists such names, and nothing is read. Otherwise it
+        lists the names that users know.
         """
         return self.stored if all(name in self.stored for name in names) else self.whole()
 
@@ -223,7 +224,7 @@ def untaken_of(metadata: object) -> Mapping[str, str]:
 
 
 def reasoned(untaken: Mapping[str, str], name: str) -> str:
-    """Return a name in quotes, followed by the reason why its value can't be loaded, if there is one.
+    """Return a name in quotes, followed by the reason in `untaken` why its value can't be loaded, if there is one.
 
     Examples:
         >>> reasoned({"text": "torch has no such dtype"}, "text"), reasoned({}, "w")

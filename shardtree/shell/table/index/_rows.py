@@ -1,4 +1,4 @@
-"""Rows of the dispatch table for formats with an index: loads, metadata, verify and removal; and LOAD_COMMON."""
+"""Functions that formats with an index put into the dispatch table, for loads, metadata, verification and removal."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ def save_in_folder(
 ) -> AsyncRequest[T]:
     """Return the request of a SAVE_SHARDED row for a format with its own index, with all files in the save's folder.
 
-    The files of a failed save are removed, and after a commit the folders of the replaced save and of interrupted
+    The files of a failed save are removed. A commit also removes the folders of the replaced save and of interrupted
     saves. Only files with names from `rank_file` and `save_file` are removed.
 
     Args:

@@ -219,7 +219,7 @@ _GATHERED_BYTES = 256 * 1024
 
 
 def together(entries: Entries) -> Iterator[slice]:
-    """Yield slices of entries that are written together: small tensors of one item size, or any other entry alone."""
+    """Yield slices of entries to write together: each is a run of small tensors of one item size, or a single entry."""
     start, size, before = 0, 0, 0  # `before` is the item size of the previous row, 0 if that can't be joined
     columns = (entries.sources, entries.item_size.tolist(), entries.length.tolist())
     for row, (source, item_size, length) in enumerate(zip(*columns, strict=True)):

@@ -51,12 +51,12 @@ from ._layout import Entries, FilePart, gathered, parts, together
 
 
 def _with_total(buffers: Iterator[Buffer], shard: ShardedTensor, totals: list[int]) -> Iterator[Buffer]:
-    """Yield a shard's buffers unchanged, and compute the shard's contribution to the fingerprint of its tensor.
+    """Yield a shard's buffers unchanged, and compute the shard's summand in its tensor's fingerprint.
 
     Args:
         buffers: Row-major bytes of the shard, with whole elements in each buffer.
         shard: The shard.
-        totals: List to which the contribution is appended after the last buffer.
+        totals: List to which the summand is appended after the last buffer.
     """
     box = (1,) * shard.prepend_axis_num + shard.local_shape
     first = 0 if shard.flattened_range is None else shard.flattened_range.start
@@ -88,7 +88,7 @@ def write_files(
         pending: Checkpoint that is being written.
         layout: Layout of the files.
         columns: Columns of the rank's tensor shards.
-        row: Row in `columns` of each shard in the layout, -1 for an object, int64 (shards,).
+        row: For each shard in the layout, its row in `columns`, int64 (shards,); -1 for an object.
         threads: Number of files that are written at a time.
 
     Raises:
