@@ -52,11 +52,10 @@ def stacked_layers(part: str, layers: int, *, first: int = 0) -> Lens:
         check_box(doing, shard)
         key, number = _without_number(shard.key, part, expression)
         if not 0 <= number + base < count:
-            expected = f"a number below {count} layers"
-            found = f"layer {number}" + (f", counted from {base}" if base else "")
-            raise TreeError(
-                error_text(f"{doing}: layer number of {shard.key!r} is out of range", found=found, expected=expected)
-            )
+            heading, expected = f"{doing}: layer number of {shard.key!r} is out of range", f"0 to {count - 1}"
+            found = f"{number} + first={base}, which is {number + base}" if base else number
+            fix = "Pass the number of layers in the whole model as layers=, and the stage's first layer as first=."
+            raise TreeError(error_text(heading, found=found, expected=expected, fix=fix))
         fragments = shard.axis_fragmentations
         stack = replace(
             shard,
@@ -75,7 +74,7 @@ def _without_number(key: str, part: str, expression: re.Pattern[str]) -> tuple[s
     matches = list(expression.finditer(key))
     if len(matches) != 1:
         heading = f"stacked_layers: '{part}.<number>' does not occur exactly once in the key {key!r}"
-        fix = "Pass as part= the name before the number; if it occurs twice, with the name before it, as in 'a.layers'."
+        fix = "Pass the part before the number as part=, or a longer one, such as 'decoder.layers', if it occurs twice."
         raise TreeError(error_text(heading, found=f"{len(matches)} occurrences", expected="one", fix=fix))
     [place] = matches
     return f"{key[: place.start()]}{part}{key[place.end() :]}", int(place[1])

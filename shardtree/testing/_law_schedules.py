@@ -121,10 +121,10 @@ def check_moved(plan: ReshardPlan, after: list[Column]) -> None:
 def check_relayed(plan: ReshardPlan, passed_on: ReshardPlan, *, shortest_cut: int = 1) -> None:
     """Raise unless a plan with relays moves the same elements as the plan without, each once from its source.
 
-    Every rank must receive as many bytes as without relays. If k ranks need the same elements, each of them must get a
-    k-th of these elements directly from a source. A source that sends the elements to n of the k ranks in the plan
-    without relays must send n / k of them in the plan with relays. Deviations by a few rows of a box, or by a few times
-    `shortest_cut`, are allowed. The reference visits every element, so keep shapes small.
+    Every rank must receive as many bytes as without relays. If k ranks need the same elements, each of these ranks must
+    get 1 / k of the elements directly from a source. A source that serves n of the k ranks without relays must send
+    n / k of the elements with relays. Deviations by a few rows of a box, or by a few times `shortest_cut`, are allowed.
+    The check visits every element, so keep shapes small.
 
     Args:
         plan: The plan without relays.

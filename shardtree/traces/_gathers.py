@@ -189,7 +189,7 @@ def check_numbers(record: Cells, func: Any, tensor: torch.Tensor) -> None:
 def _by_number(record: Cells, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """Record an operation that moves elements or fills with zeros.
 
-    Torch applies the operation to the numbers of the elements; the result shows where each element went.
+    Torch applies the operation to a tensor of the elements' indices. The result shows where each element went.
     """
     if others := [tensor for tensor in tensors_in(args, kwargs) if isinstance(tensor, Tracer)]:
         record.refuse(operator_name(func), others)

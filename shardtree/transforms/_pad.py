@@ -107,9 +107,9 @@ def _pad(shard: ShardedTensor, length: int, axis: int, fill: _Fill) -> ShardedTe
     at = whole_axis("pad_tensors", shard, axis)
     length = integer(f"pad_tensors: {shard.key!r}", "length", length)
     if length < shard.local_shape[at]:
-        expected = f"{shard.local_shape[at]} or more, its length along axis {at}"
-        heading = f"pad_tensors: {shard.key!r} is longer than `length`"
-        raise ShapeError(error_text(heading, found=length, expected=expected))
+        heading = f"pad_tensors: `length` is shorter than {shard.key!r}"
+        found, expected = f"length={length}", f"at least {shard.local_shape[at]}, the tensor's length along axis {at}"
+        raise ShapeError(error_text(heading, found=found, expected=expected, fix="Pass the length with the padding."))
     if length == shard.local_shape[at]:
         return shard
     return resized(shard, shard.key, at, length, None if shard.data is None else _pad_data(shard, at, length, fill))
