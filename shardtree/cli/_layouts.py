@@ -136,7 +136,7 @@ def trees_on_mesh(shards: RankTree, layout: MeshLayout) -> RankTrees:
     spare = [pattern for pattern, _ in layout.specs if pattern not in patterns]
     if spare:
         lines = [_why_unused(pattern, fits, spec, shards) for pattern, fits, spec in rows if pattern in spare]
-        fix = "Quote patterns, so that the shell does not expand them."
+        fix = "Correct or leave out these specs; quote patterns, so that the shell does not expand them."
         raise KeyMismatch(error_text("--spec: these specs are used for no tensor", offenders=lines, fix=fix))
     note_shell_patterns("--spec", patterns, shards)
     # Layers repeat shapes and specs, so that one tensor of each kind is cut, and others copy its cut.

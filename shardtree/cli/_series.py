@@ -251,7 +251,7 @@ def run_pin(where: str, names: str | None, numbers: Sequence[int], *, is_pinned:
     if lost:
         existing = ", ".join(shorten([str(number) for number in steps])) or "no finished step"
         heading = f"series: no {'step' if len(lost) == 1 else 'steps'} {', '.join(shorten(lost))} under {where!r}"
-        raise NotACheckpoint(error_text(heading, found=existing, fix="Name steps by their numbers."))
+        raise NotACheckpoint(error_text(heading, found=existing, fix="Pass the number of an existing step."))
     chosen = [steps[number] for number in dict.fromkeys(numbers)]
     for step in chosen:
         (series.pin if is_pinned else series.unpin)(step)

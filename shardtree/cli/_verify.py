@@ -48,7 +48,7 @@ def run_verify(checkpoint: str, *, threads: int | None, needs_checksums: bool, a
         _show(Output(), checkpoint, report, pace(report.bytes_read, time.monotonic() - began))
     if report.sound is None and needs_checksums:
         heading = "verify: some bytes have no checksum"
-        fix = "Leave out --require-checksums to accept such bytes, which most formats of other programs have."
+        fix = "Leave out --require-checksums to accept them; most other programs do not store checksums of all bytes."
         amount = f"{size(report.unchecked_nbytes)} of {checkpoint}"
         complain("verify", StrategyError(error_text(heading, found=amount, expected="none", fix=fix)))
         return TROUBLE

@@ -217,7 +217,8 @@ def _box(reader: BoxReader, shard: ShardedTensor, readback: Passage) -> LazyTens
 def _refuse(problems: Iterable[str]) -> None:
     lines = list(problems)
     if lines:
-        fix = "Remove the destination. Its storage, or the format's save function, does not keep the written bytes."
+        fix = "Do not use the destination: its storage, or the format's save function, does not keep the written bytes."
+        fix += "\n  Convert to another storage, or with another save function."
         heading = "convert: the destination differs from what was to be written"
         raise IntegrityError(error_text(heading, offenders=lines, fix=fix))
 

@@ -65,7 +65,7 @@ def unused_elements(
 def _refuse_unused_keys(keys: Sequence[str]) -> None:
     if keys:
         heading = "convert: the output lacks keys of the source"
-        fix = "Let the transform pass them on, name them by patterns with leave_out=[...], or pass prune=True."
+        fix = "Let the transform pass them on, list them in leave_out=[...], or drop them with prune=True."
         raise KeyMismatch(error_text(heading, offenders=map(repr, keys), fix=fix))
 
 
@@ -74,7 +74,7 @@ def _refuse_untaken(untaken: Mapping[str, str], leave_out: Sequence[str]) -> Non
     lost = [reasoned(untaken, name) for name in sorted(untaken) if not named(name)]
     if lost:
         heading = "convert: the source has values that cannot be converted"
-        fix = "Name them by patterns with leave_out=[...], or pass prune=True."
+        fix = "To convert the rest, list these in leave_out=[...], or drop all such values with prune=True."
         raise KeyMismatch(error_text(heading, offenders=lost, fix=fix))
 
 
@@ -91,9 +91,9 @@ def check_output(tensors: Sequence[ShardedTensor], objects: Sequence[ShardedObje
     keys = {shard.key for shard in tensors}
     problems += [f"object {name!r} is there twice" for name, count in names.items() if count > 1]
     problems += [f"{name!r} is both a tensor and an object" for name in names if name in keys]
-    problems += [f"{shard.key!r} is a flat range" for shard in tensors if shard.flattened_range is not None]
+    problems += [f"{shard.key!r} has a flattened_range" for shard in tensors if shard.flattened_range is not None]
     if problems:
-        fix = "Give each tensor and object a unique key, and cover each tensor's elements once, without flat ranges."
+        fix = "Give each tensor and object a unique key; cover each tensor's elements once, without flattened_range."
         raise IntegrityError(error_text("convert: the output is not a whole checkpoint", offenders=problems, fix=fix))
 
 

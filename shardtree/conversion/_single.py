@@ -62,8 +62,8 @@ class SingleFile:
 
     def conflict(self) -> AlreadyACheckpoint:
         """Return the error for a hidden folder with another conversion's finished model, not yet moved into place."""
-        heading = f"convert: another conversion to {self.above.where(self.name)!r} was killed just before its end"
-        state = f"its model in {self.above.where(self.folder)!r}"
+        heading = f"convert: another conversion to {self.above.where(self.name)!r} was killed before its last step"
+        state = f"the finished model in {self.above.where(self.folder)!r}"
         fix = "Repeat that conversion to finish it, or convert to another file."
         return AlreadyACheckpoint(error_text(heading, found=state, fix=fix))
 
@@ -126,9 +126,7 @@ def in_one_file(strategies: Strategies | None) -> Strategies:
     """
     row = (StrategyAction.SAVE_SHARDED, "huggingface", 1)
     if table_of(strategies)[row] is not default_strategies[row]:
-        heading = (
-            "convert: the output is a single file, which a custom save function or a limit of file sizes cannot write"
-        )
+        heading = "convert: a single file cannot be written with a custom save function or a limit on file sizes"
         fix = "Convert to a folder, or leave out the custom function or limit (--max-file-size, save_sharded_up_to)."
         raise StrategyError(error_text(heading, fix=fix))
     return {**table_of(strategies), row: huggingface.save_sharded_up_to(2**63)}

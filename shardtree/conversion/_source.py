@@ -197,6 +197,6 @@ def note_shell_patterns(what: str, patterns: Iterable[str], keys: Collection[str
     """
     lines = shell_differences(patterns, keys)
     if lines:
-        heading = f"{what}: patterns that match other keys here than in a shell"
+        heading = f"{what}: patterns that match other keys than they would as a shell's globs"
         fix = "Write ** where dots may be matched too: * matches one part between dots, ** any number of parts."
         warnings.warn(error_text(heading, offenders=lines, fix=fix), FutureWarning, 3)

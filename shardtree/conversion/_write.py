@@ -37,6 +37,9 @@ from ._source import StoredObject
 # One process plays the ranks of a save in turn, a batch each: so every format streams with its ordinary save functions.
 
 
+_NO_MESSAGES = "Use a save function that calls neither send nor recv."
+
+
 class Turn(World):
     """The world in which one process plays one rank of many; collectives act as if all ranks sent the same value.
 
@@ -68,11 +71,11 @@ class Turn(World):
 
     def send(self, value: Any, to: int) -> NoReturn:
         """Raise WorldError: no other rank is there to receive."""
-        raise WorldError(error_text(f"send(to={to}): a conversion runs one rank at a time"))
+        raise WorldError(error_text(f"send(to={to}): a conversion runs one rank at a time", fix=_NO_MESSAGES))
 
     def recv(self, source: int) -> NoReturn:
         """Raise WorldError: no other rank is there to send."""
-        raise WorldError(error_text(f"recv(source={source}): a conversion runs one rank at a time"))
+        raise WorldError(error_text(f"recv(source={source}): a conversion runs one rank at a time", fix=_NO_MESSAGES))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -95,7 +95,7 @@ def _checked_columns(parts: Sequence[ShardColumns], tree: Any) -> ShardColumns:
         # Without this check, all trees without shards would have the same, empty result.
         plain = [render_path(path) for path, leaf in leaves_with_paths(tree) if isinstance(leaf, torch.Tensor)]
         if plain:
-            fix = "Make shards of them, as in the tree that is saved: a plain tensor has no key."
+            fix = "Make each a shard by ShardedTensor.from_rank_offsets(key, tensor): a plain tensor has no key."
             raise TreeError(
                 error_text("fingerprint: the tree has tensors, but no rank has a shard", offenders=plain, fix=fix)
             )

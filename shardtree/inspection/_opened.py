@@ -86,8 +86,8 @@ class OpenCheckpoint(PairsMapping[ShardedTensor | ShardedObject]):
         shard = self.metadata.get(key)
         if shard is None:
             check_taken(untaken_of(self.metadata), [key], "open")
-            heading, fix = "open: no such key in the checkpoint", "list(tree) has all keys."
-            raise KeyMismatch(error_text(heading, found=repr(key), fix=fix))
+            heading, fix = f"open: the checkpoint has no key {key!r}", "list(open_checkpoint(...)) has all keys."
+            raise KeyMismatch(error_text(heading, fix=fix))
         if isinstance(shard, ShardedObject):
             return self._read(shard)
         return self._lazy(self._load_sharded(), [shard])[0]
@@ -274,7 +274,7 @@ def layout_in(checkpoint: Checkpoint, strategies: Strategies | None, keys: Seque
     absent = [key for key, number in zip(sorted_keys, numbers, strict=True) if number < 0]
     if absent:
         near = near_names(absent, index.keys())
-        fix = "list(tree) has all keys." if not near else f"Did you mean {near[min(near)]!r}?"
+        fix = "list(open_checkpoint(...)) has all keys." if not near else f"Did you mean {near[min(near)]!r}?"
         check_taken(untaken_of(metadata), absent, "stored layout")
         lines = map(repr, absent)
         raise KeyMismatch(error_text("stored layout: no such tensor in the checkpoint", offenders=lines, fix=fix))
@@ -343,6 +343,5 @@ def refuse_unproven(doing: str, metadata: object, keys: Collection[str]) -> None
     if wrong := [key for key in keys if key in reasons]:
         why = "; ".join(dict.fromkeys(reasons[key] for key in wrong))
         fix = f"In this format {why}. Pass the saved shapes with LoadOptions(shapes=...), or load into a target."
-        raise ShapeError(
-            error_text(f"{doing}: these tensors may be larger than the files show", offenders=map(repr, wrong), fix=fix)
-        )
+        heading = f"{doing}: these tensors may be larger than they seem, since their shapes are not stored"
+        raise ShapeError(error_text(heading, offenders=map(repr, wrong), fix=fix))

@@ -177,8 +177,8 @@ def _check_names(names: Sequence[str]) -> None:
     unfit = ("", ".", "..", "optimizer_state.pt")
     wrong = [repr(name) for name in names if "/" in name or "\\" in name or name in unfit]
     if wrong:
-        heading = "save_universal: the tag or names of parameters cannot be names of folders"
-        fix = "Pass another tag=, or convert the checkpoint to other names of parameters first."
+        heading = "save_universal: these names, of the tag or of parameters, cannot be names of folders"
+        fix = "Pass another tag=; rename parameters by converting the checkpoint first."
         raise UnsupportedValue(error_text(heading, offenders=wrong, fix=fix))
 
 
@@ -193,8 +193,8 @@ def _fields(
     """
     optimizer = common.get("optimizer", {}) if isinstance(common, Mapping) else None
     if not isinstance(optimizer, Mapping) or optimizer.keys() - {"param_groups"}:
-        found = "no dict" if optimizer is None else f"'optimizer' with {', '.join(map(repr, optimizer))}"
-        fix = "Pass common=, a dict with the values to write."
+        found = "no dict" if optimizer is None else f"'optimizer' with the keys {', '.join(map(repr, optimizer))}"
+        fix = "Pass such a dict, with the values to write, as common=."
         expected = "a dict whose 'optimizer', if any, is a dict with only 'param_groups'"
         heading = "save_universal: unusable common state"
         raise UnsupportedValue(error_text(heading, found=found, expected=expected, fix=fix))

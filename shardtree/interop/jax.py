@@ -85,7 +85,7 @@ def to_jax(leaves: Mapping[str, Any], like: Any) -> Any:
     """
     pairs = _by_key(like)
     if missing := [repr(key) for key, _ in pairs if key not in leaves]:
-        heading, fix = "to_jax: missing leaves", "Pass what load returned for from_jax(like)."
+        heading, fix = "to_jax: leaves= lacks leaves of like=", "Pass as leaves= what load returned for from_jax(like)."
         raise KeyMismatch(error_text(heading, offenders=missing, fix=fix))
     arrays = jax.Array, jax.ShapeDtypeStruct
     values = [_array(key, leaves[key], leaf) if isinstance(leaf, arrays) else leaves[key] for key, leaf in pairs]

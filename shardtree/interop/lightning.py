@@ -303,7 +303,7 @@ def _joined(states: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, A
     if states.keys() & values.keys():
         offenders = sorted(states.keys() & values.keys())
         heading, fix = (
-            "save_checkpoint: values have the same names as state dicts",
+            "save_checkpoint: values have the names under which the optimizers' states are stored",
             "Store these values under other names.",
         )
         raise TreeError(error_text(heading, offenders=offenders, fix=fix))

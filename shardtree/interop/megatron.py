@@ -273,7 +273,8 @@ def _mapping_module() -> Any:
     try:
         from megatron.core.dist_checkpointing import mapping
     except ImportError as error:
-        heading, fix = "to_megatron: Megatron-Core cannot be imported", "pip install megatron-core, or pass mapping=..."
+        heading = "to_megatron: Megatron-Core cannot be imported"
+        fix = "pip install megatron-core, or pass a module with its classes, such as a fork's, as mapping=."
         raise CheckpointingException(error_text(heading, found=error, fix=fix)) from error
     return mapping
 
@@ -321,7 +322,7 @@ def _make_theirs(cls: type, ours: Any, convert: Any) -> Any:
     names = {field.name for field in fields(cls)}
     for field in fields(ours):
         if field.name not in names and (field.default is MISSING or values[field.name] != field.default):
-            heading = f"{cls.__module__}.{cls.__name__} has no field {field.name!r}, so that this value would be lost"
+            heading = f"{cls.__module__}.{cls.__name__} has no field {field.name!r}, so the leaf's value would be lost"
             expected = None if field.default is MISSING else f"the default, {field.default!r}"
             raise UnsupportedValue(error_text(heading, found=values[field.name], expected=expected))
     return cls(**{name: value for name, value in values.items() if name in names})

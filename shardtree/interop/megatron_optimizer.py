@@ -99,7 +99,7 @@ def model_space(checkpoint: OpenCheckpoint, *, expert_parallel: bool | None = No
                 differing.add(shard.key)
     where = checkpoint.checkpoint.storage.where()
     if not parts:
-        fix = "Convert it without model_space: its states have the model's names already."
+        fix = "Convert the checkpoint without model_space, which only converts dp_reshardable optimizers."
         raise KeyMismatch(error_text(f"model_space: {where!r} has no dp_reshardable optimizer", fix=fix))
     if differing:
         fix = "The checkpoint was damaged, or its ranks had diverged when it was saved; load an earlier one."

@@ -117,7 +117,7 @@ class CheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         if not self.enable:
             return
         if sd_adapter is None and (config.last_save_in_hf or config.initial_load_in_hf):
-            fix = "Set state_dict_adapter in the model's spec, or last_save_in_hf and initial_load_in_hf to False."
+            fix = "Set state_dict_adapter in the model's spec, or set last_save_in_hf and initial_load_in_hf to False."
             heading = "torchtitan's CheckpointManager: no adapter for Hugging Face's format"
             raise MetadataError(error_text(heading, fix=fix))
         self.config, self.sd_adapter, self.states = config, sd_adapter, states
@@ -220,8 +220,8 @@ class CheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         loaded = _loaded(state, folder)
         # The load doesn't look for plain values: a missing schedule would silently begin anew.
         if missing := sorted(key for key in states if key != MODEL and state.get(key) and not loaded.get(key)):
-            heading = "torchtitan's CheckpointManager: states that are not stored"
-            fix = "Name them in exclude_from_loading to go on with them as they are, or load the model alone."
+            heading = "torchtitan's CheckpointManager: the checkpoint lacks these states"
+            fix = "List them in exclude_from_loading to keep their present values, or load the model alone."
             raise KeyMismatch(error_text(heading, offenders=missing, fix=fix))
         for key, value in states.items():
             if key == MODEL:

@@ -97,7 +97,7 @@ def _checked_tensors(shard: ShardedTensor, tensors: Any) -> list[Any]:
     pairs = enumerate(zip(values, boxes, strict=True))
     wrong = [f"tensor {number}: {text}" for number, (one, box) in pairs if (text := _misfit(one, box)) is not None]
     if wrong:
-        raise ShapeError(error_text(f"{subject}: tensors do not fit the boxes", offenders=wrong))
+        raise ShapeError(error_text(f"{subject}: tensors do not match `boxes_of(shard)`", offenders=wrong))
     if len({tensor.dtype for tensor in values}) > 1:
         of_each = [f"tensor {number}: {tensor.dtype}" for number, tensor in enumerate(values)]
         fix = "Convert them to one dtype."

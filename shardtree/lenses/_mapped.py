@@ -186,7 +186,8 @@ def padded_axis(size: int, *, axis: int = 0, fill: float = 0) -> Lens:
 
     def runs(length: int) -> AxisRuns:
         if length < size:
-            heading, expected = "padded_axis: an axis is shorter than size=", f"at least size={size}"
+            heading = "padded_axis: the axis is shorter than its length without padding"
+            expected = f"at least size={size}"
             fix = "Pass as size= the length of the axis without padding, and as axis= the axis that is padded."
             raise ShapeError(error_text(heading, found=f"length {length}", expected=expected, fix=fix))
         return AxisRuns(np.array([size, length - size]), np.array([0, PADDING]), np.zeros(2, dtype=np.int64), (size,))

@@ -35,7 +35,7 @@ def replaced_part(doing: str, key: str, part: str, name: str) -> str:
     whole = f".{key}."
     count = sum(whole.startswith(f".{part}.", at) for at in range(len(whole)))
     if count != 1:
-        fix = "Pass as part= a name in the key; if it occurs twice, with the name before it, as in 'decoder.layers'."
+        fix = "Pass a part= that occurs once in the key: one name, or adjacent names, as in 'decoder.layers'."
         heading = f"{doing}: {part!r} does not occur exactly once in the key {key!r}"
         raise TreeError(error_text(heading, found=f"{count} occurrences", expected="one", fix=fix))
     return whole.replace(f".{part}.", f".{name}.", 1)[1:-1]
@@ -162,9 +162,9 @@ def by_pattern(lenses: Mapping[str, Lens | None]) -> Lens:
     def lens(shard: ShardedTensor) -> StoredForm:
         pattern = next((each for each in lenses if _fits(each, shard.key)), None)
         if pattern is None:
-            fix = 'Add a pattern, with None if the tensor stays unchanged; {"**": None} matches all keys.'
+            fix = 'Add a pattern for it, with None in place of a lens for no change; {"**": None} matches all keys.'
             heading = f"by_pattern: no pattern matches {shard.key!r}"
-            raise TreeError(error_text(heading, expected=", ".join(map(repr, lenses)), fix=fix))
+            raise TreeError(error_text(heading, found=", ".join(map(repr, lenses)), fix=fix))
         inner = lenses[pattern]
         return StoredForm((shard,), _the_part) if inner is None else inner(shard)
 

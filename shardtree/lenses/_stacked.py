@@ -74,7 +74,7 @@ def _without_number(key: str, part: str, expression: re.Pattern[str]) -> tuple[s
     matches = list(expression.finditer(key))
     if len(matches) != 1:
         heading = f"stacked_layers: '{part}.<number>' does not occur exactly once in the key {key!r}"
-        fix = "Pass the part before the number as part=, or a longer one, such as 'decoder.layers', if it occurs twice."
+        fix = "Pass a part= that occurs once before a number: one name, or adjacent names, as in 'decoder.layers'."
         raise TreeError(error_text(heading, found=f"{len(matches)} occurrences", expected="one", fix=fix))
     [place] = matches
     return f"{key[: place.start()]}{part}{key[place.end() :]}", int(place[1])
@@ -120,8 +120,8 @@ def unstacked(doing: str, shard: ShardedTensor, part: str, place: int) -> Stored
     count = 1 if is_prepended else shard.local_shape[0]
     if begin + count > shard.global_shape[place]:
         heading = f"{doing}: {shard.key!r} has layers beyond its global shape"
-        found, expected = f"layers {begin} to {begin + count - 1}", f"{shard.global_shape[place]} layers in all"
-        fix = "If they are padding, leave them out with `padded_axis`: compose(padded_axis(...), this lens)."
+        found, expected = f"layers {begin} to {begin + count - 1}", f"layers 0 to {shard.global_shape[place] - 1}"
+        fix = "If the layers beyond these are padding, leave them out: compose(padded_axis(...), this lens)."
         raise ShapeError(error_text(heading, found=found, expected=expected, fix=fix))
     shards = [
         layer_at(shard, place, number, replaced_part(doing, shard.key, part, f"{part}.{begin + number}"))
@@ -217,9 +217,9 @@ def expert_keys(part: str, *, experts: int, axis: int = 0) -> Lens:
 def _split_experts(doing: str, shard: ShardedTensor, experts: int, axis: int) -> StoredForm:
     check_exact(doing, shard)
     at = checked_axis(doing, shard, axis)
-    if shard.global_shape[at + shard.prepend_axis_num] % experts:
-        found, expected = f"global shape {shard.global_shape}", f"a multiple of {experts} experts along axis {at}"
-        raise ShapeError(error_text(f"{doing}: {shard.key!r} cannot be divided", found=found, expected=expected))
+    if (length := shard.global_shape[at + shard.prepend_axis_num]) % experts:
+        heading = f"{doing}: {shard.key!r} cannot be divided into {experts} experts along axis {at}"
+        raise ShapeError(error_text(heading, found=f"length {length}", expected=f"a multiple of {experts}"))
     return stored_by(_Experts(experts, at), doing, shard, shard.prepend_axis_num, keep_views=True)
 
 

@@ -287,7 +287,7 @@ def _made_form(whole: Trace, cast: bool, plain: Sequence[str], shard: ShardedTen
     check_written(whole, shard.key, doing)
     kind, target = whole.outputs[shard.key], Kind(shard.global_shape, shard.dtype)
     if kind.shape != target.shape or (kind.dtype is not target.dtype and not cast):
-        fix = "Trace the code with the stored tensors, and make the target from its outputs."
+        fix = "Trace the code with the stored tensors, and make the target from the trace's outputs."
         heading = f"{doing}: the trace's {shard.key!r} does not fit the target"
         raise ShapeError(error_text(heading, found=kind, expected=target, fix=fix))
     if kind.dtype is not target.dtype:

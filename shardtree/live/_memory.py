@@ -231,8 +231,9 @@ def make_buffers(
     try:
         return Buffers(empty((size,), dtype=torch.uint8, device=device))
     except (RuntimeError, AssertionError) as error:  # the latter if torch was built without the device
-        need, fix = f"{size} bytes on {device}", "Pass a smaller max_bytes_in_flight."
-        raise CheckpointingException(error_text(f"{doing}: no memory for buffers", found=need, fix=fix)) from error
+        heading = f"{doing}: cannot allocate buffers of {size} bytes on {device}"
+        fix = "If memory is short, free some; for `redistribute`, a smaller max_bytes_in_flight= also helps."
+        raise CheckpointingException(error_text(heading, found=error, fix=fix)) from error
 
 
 def largest_step(schedule: Schedule, rank: int) -> int:

@@ -101,7 +101,6 @@ class RequestReader:
     def _fetch_span(self, begin: int, end: int) -> Buffer:
         data, length = self._read(begin, end)
         if data.nbytes != end - begin:
-            heading = f"{self._where!r} ends at byte {length}"
-            expected = f"{end - begin} bytes from byte {begin} on"
-            raise StorageError(error_text(heading, found=f"{data.nbytes} bytes", expected=expected))
+            heading = f"cannot read bytes {begin} to {end}: {self._where!r} ends at byte {length}"
+            raise StorageError(error_text(heading))
         return data

@@ -136,8 +136,8 @@ def check_mesh(mesh: Any) -> None:
         >>> check_mesh(Mesh(tp=2))
     """
     if not isinstance(mesh, Mesh):
-        heading = "the argument is not a mesh"
-        fix = "Pass a mesh such as Mesh(dp=2, tp=4) before the specs; `mesh_of` converts a DeviceMesh."
+        heading = "the argument `mesh` is not a mesh"
+        fix = "Pass a Mesh as mesh=, for example Mesh(dp=2, tp=4); `mesh_of` converts a DeviceMesh."
         raise MetadataError(error_text(heading, found=type(mesh).__name__, expected="a Mesh", fix=fix))
 
 

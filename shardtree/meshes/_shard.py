@@ -265,8 +265,8 @@ def _part(
     )
     part = mesh_shard(whole, mesh, spec, rank)
     if part is None or part.shape != local:
-        expected = "no tensor" if part is None else part.shape
+        expected = "no tensor on this rank" if part is None else f"shape {part.shape}"
         fix = "Correct the spec, or pass global_shapes={key: shape} if the ranks' parts differ in size."
         heading = f"from_local: {name!r} at {render_path(path)} is not rank {rank}'s part of {whole}, cut as {spec}"
-        raise ShapeError(error_text(heading, found=local, expected=expected, fix=fix))
+        raise ShapeError(error_text(heading, found=f"shape {local}", expected=expected, fix=fix))
     return part

@@ -87,7 +87,7 @@ class PartitionSpec:
         counts = Counter([*(split.axis for entry in self.entries for split in splits(entry)), *dict(self.at)])
         twice = [repr(axis) for axis, count in counts.items() if count > 1]
         if twice:
-            heading, fix = f"{self!r}: a mesh axis occurs twice", "Cut along each axis of the mesh once."
+            heading, fix = f"{self!r}: a mesh axis occurs twice", "Use each axis of the mesh at most once."
             raise MetadataError(error_text(heading, offenders=twice, fix=fix))
 
     def __repr__(self) -> str:
@@ -180,7 +180,8 @@ def check_fits(subject: str, global_shape: tuple[int, ...], mesh: Mesh, spec: Pa
     unknown = [repr(axis) for axis in (*spec.axes, *dict(spec.at)) if axis not in mesh.shape]
     unknown += [f"{axis}={index}" for axis, index in spec.at if not 0 <= index < mesh.shape.get(axis, index + 1)]
     if unknown:
-        heading, fix = f"{subject}: {spec} names axes or indices that {mesh} does not have", "Use the mesh's own axes."
+        heading = f"{subject}: {spec} has axes or indices that {mesh} does not have"
+        fix = "Use axes of the mesh; an index in at= must be at least 0 and less than the size of its axis."
         raise MetadataError(error_text(heading, offenders=unknown, fix=fix))
 
 
@@ -312,8 +313,8 @@ def check_patterns(doing: str, specs: Specs, keys: Iterable[str], *, whole: bool
     near = {pattern: next((key for key in unmatched_keys if _nearly_fits(pattern, key)), "") for pattern in unused}
     wrong = [f"{pattern!r}" + f", nearly {key!r}" * bool(key) for pattern, key in near.items() if whole or key]
     if wrong:
-        fix = "Correct each pattern, or put it before others that match the same keys; or, if other models use these"
-        fix += " specs too, pass unused='allow'."
+        fix = "Correct misspelled patterns, and put the others before patterns that match the same keys."
+        fix += "\n  If other models use these specs too, pass unused='allow' to `specs_by_pattern`."
         raise KeyMismatch(error_text(f"{doing}: patterns of specs match no tensor", offenders=wrong, fix=fix))
 
 

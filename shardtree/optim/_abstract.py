@@ -115,7 +115,7 @@ def abstract_optim_state_from_metadata(
     kinds_of = {name: kinds for name, param in params.items() if (kinds := _stored_kinds(param, by_param))}
     absent = [repr(name) for name in dict.fromkeys(members(groups)) if name not in kinds_of]
     if absent and missing != "leave_out":
-        fix = "Rename the stored states or the parameters; or pass missing='leave_out', and they start without states."
+        fix = "Rename the stored states or the parameters; or pass missing='leave_out' to load no states for these."
         raise TreeError(error_text(f"{doing}: parameters without a stored state", offenders=absent, fix=fix))
     # All offenders are collected before the first leaf is made, so that one error names them.
     _check_kinds(doing, params, kinds_of, rules)
@@ -169,7 +169,7 @@ def _with_lists(doing: str, name: Any, leaves: Mapping[str, Any]) -> dict[str, A
             path = render_path((name,), "state")
             wrong = [f"{state_key!r} of {path}: item {len(items)} is missing, but item {number} is there"]
             fix = (
-                "Pass as metadata= the result of `load_sharded_metadata`: that of `load_tensors_metadata` lacks items "
+                "Pass the result of `load_sharded_metadata` as metadata=: `load_tensors_metadata` leaves out items "
                 "that are not tensors."
             )
             heading = f"{doing}: the metadata has only some items of a state that is a list"
@@ -211,8 +211,8 @@ def _with_stored_group(
     wrong = [repr(name) for name in kinds_of if name not in group_params]
     if wrong:
         fix = (
-            "If the optimizer was saved with integer ids instead of names, pass optim_state_dict= and "
-            "id_to_sharded_param_map= with ids; else pass as metadata= the result of `load_sharded_metadata`."
+            "If the optimizer was saved with integer ids instead of names, use ids in both optim_state_dict= and "
+            "id_to_sharded_param_map=.\n  Otherwise, pass the result of `load_sharded_metadata` as metadata=."
         )
         heading = f"{doing}: the metadata does not tell the param group of these parameters"
         raise TreeError(error_text(heading, offenders=wrong, fix=fix))

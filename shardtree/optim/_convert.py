@@ -134,8 +134,8 @@ def check_known(doing: str, names: Sequence[ParamId], params: Mapping[Any, Shard
         more = ", ..." if len(params) > 4 else ""
         expected = f"one of {len(params)} sharded parameters: {', '.join(map(repr, list(params)[:4]))}{more}"
         fix = (
-            "Pass the sharded tree of the whole model, with the model's own parameters as data (keep_vars=True), and "
-            "the optimizer itself, so that ids are in its order."
+            "Pass the sharded tree of the whole model, with the model's own parameters as data (keep_vars=True).\n"
+            "  Ids must follow the optimizer's order, as those of `get_param_id_to_sharded_param_map` do."
         )
         heading = f"{doing}: the optimizer has parameters that the sharded tree lacks"
         raise TreeError(error_text(heading, offenders=wrong, expected=expected, fix=fix))
@@ -217,8 +217,8 @@ def sharding_state_to_optim_state(loaded: StateDict, *, hyperparameters: Hyperpa
         if hyperparameters == "own":
             heading = f"{doing}: hyperparameters='own' needs parameters by names, and these are numbered"
             fix = (
-                "Save and load what `optim_state_by_name` returns; or pass hyperparameters='stored', and copy the "
-                "hyperparameters of `optimizer.state_dict()` into the groups of the result."
+                "Pass hyperparameters='stored'; then copy the hyperparameters of `optimizer.state_dict()` into the "
+                "groups of the returned state dict.\n  For new checkpoints, save what `optim_state_by_name` returns."
             )
             raise TreeError(error_text(heading, fix=fix))
         groups = [dict(group) for group in groups_of(doing, loaded["param_groups"])]
@@ -347,7 +347,8 @@ def _relabel(doing: str, optim_state_dict: StateDict, labels: Mapping[Any, Any],
     if members(groups) and are_names(doing, groups, states) is not by_name:
         found, expected = ("ids", "names") if by_name else ("names", "ids")
         heading = f"{doing}: the state dict lists parameters by {found} already"
-        raise TreeError(error_text(heading, found=found, expected=expected))
+        fix = "Use this state dict as it is: it needs no conversion."
+        raise TreeError(error_text(heading, found=found, expected=expected, fix=fix))
     used = dict.fromkeys([*members(groups), *states])
     wrong = [f"{label!r} is not in id_to_name" for label in used if label not in labels]
     new = [labels[label] for label in used if label in labels]

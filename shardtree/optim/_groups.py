@@ -86,12 +86,12 @@ def arranged_groups(
         return [dict(group) for group in own]
     lost = [repr(name) for group in own for name in group["params"] if name not in group_of]
     if lost:
-        fix = "Pass hyperparameters='own' to keep the optimizer's, or remove these parameters from it."
+        fix = "Pass hyperparameters='own' to keep the optimizer's own hyperparameters."
         raise TreeError(error_text(f"{doing}: parameters without a stored group", offenders=lost, fix=fix))
     conflicts = [line for number, group in enumerate(own) for line in _conflicts(number, group, stored, group_of)]
     if conflicts:
         heading = f"{doing}: parameters of one group had different hyperparameters when they were stored"
-        fix = "Pass hyperparameters='own' to keep the optimizer's, or group the parameters as they were."
+        fix = "Pass hyperparameters='own' to keep the optimizer's own values, or group the parameters as they were."
         raise TreeError(error_text(heading, offenders=conflicts, fix=fix))
     # A group without members on this rank can be matched only by position, if all others are in place.
     same_groups = len(own) == len(stored) and all(

@@ -56,7 +56,7 @@ def make_sharded_optimizer_tensor(model_param: ShardedParam, optim_param: torch.
     heading = f"make_sharded_optimizer_tensor: {prefix!r} of {model_param.key!r}"
     if not isinstance(optim_param, torch.Tensor) or hasattr(optim_param, "placements"):
         found = "a DTensor" if isinstance(optim_param, torch.Tensor) else type(optim_param).__name__
-        fix = "For DTensors use `from_dtensors` of shardtree.interop.dtensor."
+        fix = "Pass a local tensor. For a DTensor, use `from_dtensors` of shardtree.interop.dtensor instead."
         raise TreeError(error_text(f"{heading} is not a local tensor", found=found, expected="a local tensor", fix=fix))
     check_has_shape(heading, optim_param)
     expected = moment_shape(model_param)

@@ -113,8 +113,8 @@ class _FactoryValue:
     def merge(self, values: Sequence[Any]) -> Any:
         differ = [str(value)[:80] for value in values[1:] if diff(values[0], value)]
         if differ:
-            heading = f"the stored tensors that make up {self.param.key!r} differ in a state such as `step`"
-            found, expected = ", ".join([str(values[0])[:80], *differ]), "one value, since it is one parameter here"
+            heading = f"the tensors stored for {self.param.key!r} differ in a state that exists once, such as `step`"
+            found, expected = ", ".join([str(values[0])[:80], *differ]), "equal values"
             fix = "Load these tensors as separate parameters, each with its own value."
             raise ShapeError(error_text(heading, found=found, expected=expected, fix=fix))
         return values[0]

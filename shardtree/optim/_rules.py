@@ -81,7 +81,8 @@ def square_preconditioners(*, where_cut: WhereCut = "refuse") -> dict[str, Optim
         sizes = wrapped.own_sizes(next((shard.prepend_axis_num for shard in shards), 0))
         if wrapped.dtype is not None and not wrapped.is_stored and (len(sizes) != 2 or sizes[0] != sizes[1]):
             heading = f"square_preconditioners: {state_key!r} of {param.key!r} is not a square matrix"
-            raise ShapeError(error_text(heading, found=sizes, expected="a square matrix"))
+            fix = "If this state is no preconditioner, give it another rule, such as `one_per_parameter`."
+            raise ShapeError(error_text(heading, found=f"sizes {sizes}", expected="two equal sizes", fix=fix))
         if where_cut == "own":
             return one_per_shard(param, state_key, wrapped)
         if wrapped.dtype is not None and where_cut == "refuse" and any(_is_cut(shard) for shard in shards):

@@ -96,8 +96,8 @@ def are_names(doing: str, groups: Sequence[Group], states: States) -> bool:
     texts = [name for name in names if isinstance(name, str)]
     if texts and len(texts) < len(names):
         fix = (
-            "Convert all into names with `optim_state_by_name`, or into ids with `optim_state_by_id`; and remove "
-            "entries of 'state' that do not belong to a parameter."
+            "Use names for all parameters or ids for all, in 'state' and in 'param_groups'.\n"
+            "  Save entries of 'state' that belong to no parameter apart from the optimizer's state."
         )
         heading = f"{doing}: some parameters are named, others numbered"
         raise TreeError(error_text(heading, offenders=map(repr, names), fix=fix))
@@ -233,7 +233,7 @@ def get_param_id_to_sharded_param_map(
         counts = f"{len(leaves)} shards of other data", f"shards with the optimizer's {len(params)} parameters as data"
         fix = (
             "Set the model's own parameters as the shards' data, as in `model.state_dict(keep_vars=True)`: a detached "
-            "parameter is a different tensor. If a parameter is stored in another form, use a factory with it as data."
+            "parameter is a different tensor.\n  A factory's data must be the model's own parameter, too."
         )
         raise TreeError(error_text(heading, found=counts[0], expected=counts[1], fix=fix))
     return dict(sorted(by_id.items()))
@@ -291,7 +291,8 @@ def sharded_params_by_name(model_sharded_state_dict: ShardedStateDict) -> dict[s
     if len(by_name) < len(pairs):
         names = [name for name, _ in pairs]
         twice = [repr(name) for name in by_name if names.count(name) > 1]
-        raise TreeError(error_text("sharded_params_by_name: two paths give the same name", offenders=twice))
+        fix = "Rename keys: a name is the keys of the path, joined by dots."
+        raise TreeError(error_text("sharded_params_by_name: two paths give the same name", offenders=twice, fix=fix))
     return by_name
 
 

@@ -115,7 +115,7 @@ def _rank_tensor(
     """Return a rank's tensor with each element's stored location, found by passing numbered elements to the lens."""
     count = prod(shape)
     if count > _MOST_ELEMENTS:
-        more, fix = f"{count:,} elements", "Draw it with a smaller tensor."
+        more, fix = f"{count:,} elements", f"Draw the lens or factory with at most {_MOST_ELEMENTS:,} elements."
         raise ShapeError(error_text("draw: the tensor is too large", found=more, fix=fix))
     shards = build(torch.arange(count, device="cpu").reshape(shape))
     axes = max([1, *(len(part.global_shape) for part in shards)])

@@ -102,7 +102,7 @@ class Form:
                 kinds = " or ".join(str(kind).removeprefix("torch.") for kind in part.dtypes)
                 wrong.append(f"{name!r}: {str(dtype).removeprefix('torch.')} {shape}, not {kinds} {expected}")
         if wrong:
-            fix = "Choose the Form that config.json names, or change `block` and the parts' `per` to its block sizes."
+            fix = "Choose the Form of config.json; `block` and the parts' `per` must have config.json's block sizes."
             raise ShapeError(error_text(f"quantised: {key!r} is not stored as {self.name}", offenders=wrong, fix=fix))
         return self._turn(whole)
 
@@ -264,9 +264,9 @@ class Form:
         box, whole = self._box_of(shard)
         if not is_of_blocks(box, whole, self.parts[0].steps):
             heading = f"quantised: {shard.key!r} is cut between values that share one stored element"
-            expected = f"a shape and offset of multiples of {self.parts[0].steps} along the last axes"
-            fix = "Cut the tensor at such multiples."
-            raise ShapeError(error_text(heading, found=f"{box.shape} at {box.offset}", expected=expected, fix=fix))
+            multiples = " and ".join(map(str, self.parts[0].steps))
+            found, expected = f"shape {box.shape} at {box.offset}", f"multiples of {multiples} along the last two axes"
+            raise ShapeError(error_text(heading, found=found, expected=expected, fix="Cut at such multiples."))
         leaves, wrong = dict[str, Any](), []
         for key, part in zip(self.keys(shard.key), self._parts(whole), strict=True):
             pieces, data = part.pieces(*box), None if tensors is None else tensors[key]
@@ -294,9 +294,9 @@ class Form:
                 kind, fix = "a flat range", "Pass `as_factory(shard, form.lens)` with the unquantised weight's shard."
             elif axes < 2:
                 kind, fix = "fewer than two axes", "Leave this tensor unquantised."
-            found, expected = f"{kind}: shape {shard.local_shape} of {shard.global_shape}", "a block of a matrix"
+            found = f"{kind}: local shape {shard.local_shape}, global shape {shard.global_shape}"
             heading = f"quantised: {shard.key!r} cannot be stored as {self.name}"
-            raise ShapeError(error_text(heading, found=found, expected=expected, fix=fix))
+            raise ShapeError(error_text(heading, found=found, expected="a box of a matrix", fix=fix))
         whole, pack = self._turn(shard.global_shape), self.parts[0].pack
         if any(size % step for size, step in zip(whole[-2:], pack, strict=True)):
             heading = f"quantised: {shard.key!r} cannot be stored as {self.name}"

@@ -207,14 +207,14 @@ def _not_as_said(key: str, part: Part, tensor: torch.Tensor, row: int) -> Unsupp
     if part.shape:
         heading = f"quantised: the stored shape of {key!r} differs from the shape of its unpacked values"
         found, expected = f"{part.name} {tensor.tolist()}", list(part.shape)
-        fix = """The values are padded, or packed with another number of bits than the Form assumes.
-  No Form in FORMS supports that: recode them with the program that wrote them."""
+        fix = """The values are padded or of another bit width than the Form assumes; no Form in FORMS supports either.
+  Store the weight without padding, as a Form in FORMS describes, with the program that wrote it."""
         return UnsupportedValue(error_text(heading, found=found, expected=expected, fix=fix))
     heading = f"quantised: {part.name} puts rows of {key!r} into other groups than the Form assumes"
     fix = f"""If rows may be in any group (desc_act), choose FORMS['gptq'] or FORMS['gptq_v2'].
-  If config.json names another group size, put it in place of {abs(part.group)} in a copy of the Form:
-  in its `block`, and in `per` and `group` of its parts."""
-    return UnsupportedValue(error_text(heading, found=f"another group index, in row {row} or a later row", fix=fix))
+  If config.json has another group size than {abs(part.group)}, copy the Form with that size in `block`,
+  and in the parts' `per` and `group` wherever they have {abs(part.group)}."""
+    return UnsupportedValue(error_text(heading, found=f"an unexpected group index in row {row} or later", fix=fix))
 
 
 def windows(box: Box, high: int, wide: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:

@@ -119,8 +119,8 @@ def _unite(rest: Mapping[str, Any], parts: Sequence[ShardedTensor]) -> dict[str,
     counts = Counter([*rest, *(part.key for part in parts)])
     twice = [repr(key) for key, count in counts.items() if count > 1]
     if twice:
-        heading = "recode: tensors of recoded weights, such as scales, would have keys of other tensors"
-        fix = "Rename the tensors that have these keys now, or do not recode these weights."
+        heading = "recode: new tensors, such as scales, would get keys that other tensors have"
+        fix = "Rename the tensors that have these keys now."
         raise KeyMismatch(error_text(heading, offenders=twice, fix=fix))
     return {**rest, **{part.key: part for part in parts}}
 
@@ -170,8 +170,8 @@ def _forms_of(
     offenders = [f"{key!r}: {why}" for key, why in wrong.items() if key not in form_of]
     if offenders:
         fix = (
-            "Pass all tensors of each weight, and as forms= the Forms that config.json names, with its block sizes.\n"
-            "  If tensors belong to no quantised weight, name them by plain=[patterns]."
+            "Pass all tensors of each weight, and forms=[...] with the Forms and block sizes that config.json names.\n"
+            "  If tensors belong to no quantised weight, pass plain=[...] with patterns of their keys."
         )
         raise ShapeError(error_text("recode: tensors that fit no known Form", offenders=offenders, fix=fix))
     return form_of
@@ -206,7 +206,7 @@ def _in_form(weight: ShardedTensor, to: Form | torch.dtype, lossless: bool) -> S
         if weight.data is not None and any(part.data is None for part in shards):
             heading = f"recode: {weight.key!r} is not cut into whole blocks, which its scales need"
             found = f"a shard of shape {weight.local_shape} at offset {weight.global_offset}"
-            expected = f"edges at multiples of the block size {to.block} in the stored matrix; 0 means the whole axis"
+            expected = f"a shard of whole blocks of shape {to.block} in the stored matrix (0: the whole axis)"
             fix = "Redistribute the weight to shards of whole blocks first, as docs/trainer-to-engine.md shows."
             raise ShapeError(error_text(heading, found=found, expected=expected, fix=fix))
         return shards

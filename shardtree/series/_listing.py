@@ -34,7 +34,7 @@ def check_names(names: object) -> None:
         fine = False
     if not fine or "/" in str(names) or "\0" in str(names):
         expected = "text with one placeholder for the step, such as 'step_{:08d}', 'iter_{:07d}' or '{}'"
-        raise MetadataError(error_text("series: invalid names", found=repr(names)[:200], expected=expected))
+        raise MetadataError(error_text("series: invalid value of names=", found=repr(names)[:200], expected=expected))
 
 
 def step_folder(names: str, number: int) -> str:
@@ -144,7 +144,8 @@ def decode_record(data: bytes, where: str) -> StepRecord:
         removing = tuple(FileMark(_text(name), _whole(size), _time(when)) for name, size, when in fields["removing"])
         return StepRecord(_time(fields["time"]), metrics, fields["pinned"], removing)
     except (TypeError, ValueError, LookupError, AttributeError) as error:
-        fix = "Update shardtree if a later version wrote the record. Until it can be read, no policy removes the step."
+        fix = "If a later version of shardtree wrote the record, update shardtree; else restore the file from a copy.\n"
+        fix += "  Until the record can be read, no policy removes the step."
         heading = f"series: {where!r} is not a record of a step"
         raise CorruptCheckpoint(error_text(heading, found=error, fix=fix)) from None
 

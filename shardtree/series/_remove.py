@@ -276,7 +276,7 @@ def _attempt(root: Storage, folder: str, fn: Callable[[], bool], failures: list[
 
 def _raise_failures(root: Storage, failures: Sequence[str]) -> None:
     if failures:
-        fix = "Resolve the causes and try again. For partly removed steps, which steps() leaves out, call clean()."
+        fix = "Resolve the causes and call clean(): it finishes removals that have begun. Then repeat the others."
         raise StorageError(
             error_text(f"series: steps under {root.where()!r} cannot be removed", offenders=failures, fix=fix)
         )

@@ -371,9 +371,9 @@ class CheckpointSeries:
         steps = self._list()
         matches = [one for one in steps if number is None or one.number == number]
         if not matches:
-            listing = "no finished step" if not steps else f"steps {steps[0].number} to {steps[-1].number}"
+            listing = "no finished step" if not steps else f"only others, from {steps[0].number} to {steps[-1].number}"
             heading = f"series: no {'step' if number is None else f'step {number}'} under {self._storage.where()!r}"
-            raise NotACheckpoint(error_text(heading, found=listing, fix="Pass one of steps()."))
+            raise NotACheckpoint(error_text(heading, found=listing, fix="Pass one of steps()." * bool(steps)))
         return matches[-1]
 
     def _latest_verified(self) -> SavedStep | None:

@@ -268,7 +268,6 @@ class _RangeReader:
             ranges = [(at, min(at + _RANGE_BYTES, end)) for at in range(begin, end, _RANGE_BYTES)]
             data = bytearray().join(self.storage.read_ranges(self.name, ranges))
         if len(data) != end - begin:
-            heading = f"{self.storage.where(self.name)!r} ends at byte {self.length}"
-            expected = f"{end - begin} bytes, from byte {begin}"
-            raise StorageError(error_text(heading, found=f"{len(data)} bytes", expected=expected))
+            heading = f"cannot read bytes {begin} to {end}: {self.storage.where(self.name)!r} ends before byte {end}"
+            raise StorageError(error_text(heading))
         return data

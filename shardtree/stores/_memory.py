@@ -240,8 +240,8 @@ class BytesReader:
             part = self.data[byte : byte + buffer.nbytes]
             if part.nbytes < buffer.nbytes:
                 missing = buffer.nbytes - part.nbytes
-                heading = f"{self.path!r} ends at byte {self.length}"
-                raise StorageError(error_text(heading, expected=f"{missing} bytes more"))
+                heading = f"cannot read {missing} more bytes: {self.path!r} ends at byte {self.length}"
+                raise StorageError(error_text(heading))
             buffer[:] = part
             byte += buffer.nbytes
 

@@ -109,6 +109,6 @@ def check_process(url: str) -> None:
     if not _first_process:
         _first_process.append(os.getpid())
     if _first_process[0] != os.getpid():
-        fix = "Start processes by 'spawn' or 'forkserver', or let no process use an object store before it is forked."
+        fix = "Start processes by 'spawn' or 'forkserver', or use object stores only after the fork."
         heading = f"cannot reach {url!r} in a process forked from one that used an object store"
         raise StorageError(error_text(heading, fix=fix))

@@ -64,7 +64,7 @@ def object_storage(
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # raised by Rust code
             raise
         reason = without_secrets(str(error), config)
-        raise StorageError(error_text(f"no object store for {plain_url(url)!r}", found=reason)) from None
+        raise StorageError(error_text(f"cannot open the object store of {plain_url(url)!r}", found=reason)) from None
     return ObjectStorage(plain_url(url).rstrip("/"), parts.path.strip("/"), *pair, dict(config or {}))
 
 

@@ -317,7 +317,7 @@ def _nudged_states(ranks: Sequence[_Nudged], layout: Layout, saved: JobState) ->
         differing = [place for place in saved.values if diff(again.values.get(place), saved.values[place])]
         if differing:
             heading = f"check_resume: training twice on {_text(layout)} gives different states"
-            fix = "Let make and step draw from seeded generators; simulated ranks share torch's global one."
+            fix = "Use seeded generators in make= and step=; torch's global generator is shared by simulated ranks."
             lines = [f"{key!r}: {state}" for key, state in differing]
             raise AssertionError(error_text(heading, offenders=lines, fix=fix))
         pairs.append((before, after))

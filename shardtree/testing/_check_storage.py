@@ -64,7 +64,7 @@ def check_storage(
         check_strategy("safetensors", 1, directory=new_storage, only=_OF_SAVES)
     except Exception as error:
         problems.append(f"Saves are all or nothing: {_error_line(error)}")
-    assert not problems, "a storage breaks its promises\n  " + "\n  ".join(shorten(problems, shown=12))
+    assert not problems, "a storage breaks these promises\n  " + "\n  ".join(shorten(problems, shown=12))
 
 
 _OF_SAVES = (

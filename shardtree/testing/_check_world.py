@@ -55,7 +55,7 @@ def check_world(run: Run, *, hears_of_the_dead: bool = False, hangs_after: float
         if isinstance(error, TimeoutError):
             break
     if problems:
-        raise AssertionError(error_text("check_world: a world breaks its promises", offenders=problems))
+        raise AssertionError(error_text("check_world: a world breaks these promises", offenders=problems))
 
 
 def _error_of(run: Run, check: Callable[[World], None], seconds: float) -> Exception | None:

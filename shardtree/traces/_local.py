@@ -184,6 +184,6 @@ def check_written(trace: Trace, name: str, doing: str) -> tuple[str, ...]:
     """
     moves = trace.moves[name]
     if missing := trace.outputs[name].numel - moves.numel:
-        fix = "Let the traced code write the whole output: trace.check() names the elements that it leaves out."
+        fix = "Let the traced code write the whole output; trace.check() names the elements that are not written."
         raise TraceError(error_text(f"{doing}: {missing} elements of {name!r} are never written", fix=fix))
     return tuple(dict.fromkeys(move.root for move in leaves(moves)))

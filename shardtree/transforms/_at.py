@@ -64,7 +64,7 @@ def tree_at(tree: Any, where: Where, replace: Any) -> Any:
         True
         >>> tree_at(tree, ("model", "bias"), 0)
         Traceback (most recent call last):
-        shardtree.errors.TreeError: tree_at: no such node
+        shardtree.errors.TreeError: tree_at: `where` does not fit the tree
           not in the tree: tree['model']['bias']
           found 'w', 'b' in tree['model']
           Correct the path, pattern or function.
@@ -199,7 +199,7 @@ def _checked_path(doing: str, tree: Any, path: TreePath) -> TreePath:
 
 def _missing(doing: str, offenders: Sequence[str], found: Sequence[str], inside: str = "") -> TreeError:
     fix = "Correct the path, pattern or function."
-    heading, lines = f"{doing}: no such node", [f"not in the tree: {text}" for text in offenders]
+    heading, lines = f"{doing}: `where` does not fit the tree", [f"not in the tree: {text}" for text in offenders]
     return TreeError(error_text(heading, found=f"{', '.join(found) or 'nothing'}{inside}", offenders=lines, fix=fix))
 
 
@@ -230,7 +230,9 @@ def _marked_places(doing: str, tree: Any, where: Callable[[Any], Any]) -> tuple[
     nested = [render_path(place) for place in places if place and place_above(place[:-1], places) is not None]
     if nested:
         raise TreeError(
-            error_text(f"{doing}: chosen nodes in other chosen nodes", offenders=nested, fix="Choose only the outer.")
+            error_text(
+                f"{doing}: chosen nodes lie in other chosen nodes", offenders=nested, fix="Choose only the outer nodes."
+            )
         )
     return places, several
 

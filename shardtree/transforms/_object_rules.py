@@ -43,7 +43,7 @@ def replicate_objects(array: ObjectArray, shape: Shape) -> Sequence[Any]:
     differing = [line for position, value in enumerate(array.values) for line in _differing(array, position, value)]
     if differing:
         fix = "Choose one cell's value with replicate_cell, or use another function than replicate_objects."
-        heading = f"replicate_objects: values that should be equal differ from that of {array.cell_text(0)}"
+        heading = f"replicate_objects: values that should be equal differ from the value of {array.cell_text(0)}"
         raise IntegrityError(error_text(heading, offenders=differing, fix=fix))
     return [first] * cell_count(shape)
 
@@ -188,11 +188,11 @@ def _concatenate(doing: str, array: ObjectArray) -> Any:
     if wrong:
         heading = f"{doing}: values of different kinds cannot be joined"
         raise UnsupportedValue(
-            error_text(heading, expected=f"{_kind(first)}, as {array.cell_text(0)}", offenders=wrong)
+            error_text(heading, expected=f"{_kind(first)}, like {array.cell_text(0)}", offenders=wrong)
         )
     join = _JOINS.get(type(first))
     if join is None or (isinstance(first, (torch.Tensor, np.ndarray)) and not first.ndim):
-        expected = ", ".join(kind.__name__ for kind in _JOINS) + ", with at least one axis"
+        expected = ", ".join(kind.__name__ for kind in _JOINS) + "; tensors and arrays need an axis"
         fix = "Use rules_by_field for dicts, fold_objects for numbers, or a function of your own."
         raise UnsupportedValue(
             error_text(f"{doing}: {array.key!r} cannot be joined", found=_kind(first), expected=expected, fix=fix)
@@ -277,7 +277,7 @@ def _check_fields(array: ObjectArray, rules: Mapping[Hashable, ObjectRule]) -> N
     ]
     if wrong:
         heading = f"rules_by_field: dicts whose fields differ from those of {array.cell_text(0)}"
-        fix = "Use a function of your own instead of rules_by_field."
+        fix = "As the rule of this key, pass a function of your own instead of rules_by_field."
         raise TreeError(error_text(heading, offenders=wrong, fix=fix))
     wrong = [f"no rule for the field {field!r}" for field in first if field not in rules]
     wrong += [f"a rule for {field!r}, which no value has" for field in rules if field not in first]

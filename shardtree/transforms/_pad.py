@@ -133,8 +133,8 @@ def _fill_values(shard: ShardedTensor, at: int, fill: Callable[[torch.Tensor], t
     def checked(elements: torch.Tensor) -> torch.Tensor:
         values: Any = fill(elements.detach())
         if not isinstance(values, torch.Tensor) or tuple(values.shape) != shape:
-            kind = tuple(values.shape) if isinstance(values, torch.Tensor) else type(values).__name__
-            expected = f"a tensor of {shape}, without axis {at}"
+            kind = f"shape {tuple(values.shape)}" if isinstance(values, torch.Tensor) else type(values).__name__
+            expected = f"a tensor of shape {shape}, the shape of {shard.key!r} without axis {at}"
             heading = f"pad_tensors: fill returned an unusable value for {shard.key!r}"
             raise ShapeError(error_text(heading, found=kind, expected=expected))
         return values.detach().to(data.dtype)

@@ -181,7 +181,7 @@ def flat(tree: Tree, *, separator: str = ".") -> dict[str, Any]:
         raise TreeError(error_text("flat: not a tree", found=found, expected=expected))
     wrong = [render_path(path) for path in known.leaves if not all(map(_is_name, path))]
     if wrong:
-        heading, fix = "flat: keys that are neither texts nor integers", "Use dicts with texts as keys."
+        heading, fix = "flat: keys that are neither strings nor integers", "Use dicts with strings as keys."
         raise TreeError(error_text(heading, offenders=wrong, fix=fix))
     return {name: known.leaves[path] for name, path in named_paths("flat", known, separator).items()}
 
@@ -210,8 +210,8 @@ def nested(tree: Mapping[str, Any], *, separator: str = ".") -> dict[str, Any]:
         `flax.traverse_util.unflatten_dict`.
     """
     if not isinstance(tree, Mapping) or not all(isinstance(name, str) for name in tree):
-        heading = "nested: not a dict with texts as keys"
-        raise TreeError(error_text(heading, found=describe(tree), expected="a dict of values by name"))
+        heading = "nested: not a dict with strings as keys"
+        raise TreeError(error_text(heading, found=describe(tree), expected="a dict from names to values"))
     result: dict[str, Any] = {}
     inner: dict[TreePath, dict[str, Any]] = {(): result}
     both: list[str] = []
@@ -228,7 +228,7 @@ def nested(tree: Mapping[str, Any], *, separator: str = ".") -> dict[str, Any]:
             both.append(name)
     if both:
         offenders = [repr(name) for name in dict.fromkeys(both)]
-        fix = "Use the flat mapping, or another separator."
+        fix = "Leave the mapping flat, or pass another separator=."
         heading = "nested: a name is also the prefix of another name"
         raise TreeError(error_text(heading, offenders=offenders, fix=fix))
     return result

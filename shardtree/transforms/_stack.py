@@ -104,8 +104,8 @@ def _number(doing: str, text: str) -> int:
         TreeError: The number has more than 18 digits.
     """
     if len(text) > _MOST_DIGITS:
-        heading = f"{doing}: a layer number has {len(text)} digits"
-        raise TreeError(error_text(heading, expected=f"at most {_MOST_DIGITS}", fix="Rename the key or leave it out."))
+        heading = f"{doing}: the layer number {text[:12]}... in a key has {len(text)} digits"
+        raise TreeError(error_text(heading, expected=f"at most {_MOST_DIGITS} digits", fix="Rename the key."))
     return int(text)
 
 
@@ -193,9 +193,13 @@ def _have_layers(state: ShardedBase, parameter: ShardedBase) -> bool:
 
 def _layers(shard: ShardedTensor, prefix: str, name: str) -> list[ShardedTensor]:
     if shard.flattened_range is not None or not shard.global_shape:
-        found = "a flat range" if shard.flattened_range is not None else "no axis"
+        found = "a tensor with flattened_range" if shard.flattened_range is not None else "a tensor without axes"
         raise TreeError(
-            error_text(f"unstack_layers: {shard.key!r} has no axis of layers", found=found, expected="a first axis")
+            error_text(
+                f"unstack_layers: {shard.key!r} has no axis of layers",
+                found=found,
+                expected="an unflattened tensor with axes",
+            )
         )
     first = shard.global_offset[0]
     count = 1 if shard.prepend_axis_num else shard.local_shape[0]

@@ -106,7 +106,7 @@ def test_a_conversion_by_functions_of_a_file(source: Path) -> None:
 def test_without_prune_what_a_function_drops_is_an_error_in_the_shells_words(source: Path) -> None:
     done = run("convert", "a", "b", "--to", "safetensors", "--transform", "f.py:keep_norms")
     assert done.exit_code == 2 and "'up.weight'" in done.stderr
-    assert "name them by patterns with --leave-out PATTERN, or pass --prune." in done.stderr
+    assert "list them in --leave-out PATTERN, or drop them with --prune." in done.stderr
 
 
 def test_what_a_function_raises_has_its_line_and_a_near_key(source: Path) -> None:

@@ -92,4 +92,4 @@ def test_a_conversion_by_loading_code_and_back_by_its_inverse() -> None:
     found = st.load_plain_tensors("c")
     assert all(torch.equal(found[key], tensor.double()) for key, tensor in WEIGHTS.items())
     dropped = run("convert", "a", "d", "--to", "safetensors", "--trace", "f.py:drops")
-    assert dropped.exit_code == 2 and "pass --prune" in dropped.stderr
+    assert dropped.exit_code == 2 and "with --prune" in dropped.stderr

@@ -54,7 +54,7 @@ def test_patterns_are_matched_with_long_keys(pattern: str) -> None:
 
 @pytest.mark.parametrize("change", [stack_layers, lambda tree, prefix: keep_layers(tree, prefix, [0])])
 def test_a_layers_number_of_very_many_digits_is_an_error_of_ours(change: object) -> None:
-    with pytest.raises(TreeError, match="a layer number has 5000 digits"):
+    with pytest.raises(TreeError, match=r"the layer number 9+\.\.\. in a key has 5000 digits"):
         change(shards("h.0.w", f"h.{'9' * 5000}.w"), "h")  # type: ignore[operator]
 
 

@@ -63,7 +63,7 @@ def foreign(files: Files, calls: Sequence[Call] = CALLS) -> list[str]:
 PLACE = re.compile(
     r"saved(\[| is )"  # the path of a value
     r"|(at|before) byte \d"  # what isn't a pickle of data
-    r"|param_shapes|partition_count|rank \d+ of '|that of rank \d"  # what files contradict each other about
+    r"|param_shapes|partition_count|rank \d+'s part of '"  # what files contradict each other about
     r"|\n  '[^'\n]+': "  # a tensor, and how much of it files have
 )
 
@@ -135,6 +135,6 @@ def test_the_planted_fault_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_the_error_names_the_file_and_the_place(read: Any, found: str) -> None:
     value = {"a": [1, True, -1], "d": [2**40, 2**40], "e": 10**5000, "f": {10**5000: 0}, "g": {-1: 0}, 7: 0}
-    where = "'f.pt' does not have the content of its format\n  found "
+    where = "'f.pt' has a value of an unexpected type or size\n  found "
     with pytest.raises(CorruptCheckpoint, match=re.escape(f"{where}{found}\n")):
         read(ValueAt(value, "f.pt"))

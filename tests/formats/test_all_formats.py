@@ -45,7 +45,7 @@ def test_a_tensor_that_changes_while_it_waits_is_named(backend: Format) -> None:
     options = st.SaveOptions(snapshot=False)
     request = st.save([whole("w", weight)], storage, backend, async_sharded_save=True, options=options)
     weight.t_()
-    with pytest.raises(ShapeError, match=r"changed while it waited(.|\n)*'w'"):
+    with pytest.raises(ShapeError, match=r"changed before the save wrote it(.|\n)*'w'"):
         request.execute_sync()
     assert not st.is_checkpoint(storage)
 

@@ -63,7 +63,8 @@ def test_strips_tile_a_tensor() -> None:
 def test_overlapping_elements_that_span_much_are_refused() -> None:
     far = stored((2**14, 2**14), (2**20, 2**20), nbytes=2**50)
     with pytest.raises(
-        CorruptCheckpoint, match=f"example: a tensor is too large\n  found {reach(far)} bytes of overlapping"
+        CorruptCheckpoint,
+        match=f"example: a tensor with overlapping elements spans too many bytes\n  found {reach(far)} b",
     ):
         filled_tensor(lambda begin, end: pytest.fail("it was read"), far, "example")
 

@@ -137,7 +137,7 @@ def test_the_framework_is_no_value_and_the_new_file_has_torchs(framework: str, t
 )
 def test_values_that_no_header_holds_are_refused_by_their_paths(more: dict[str, Any], named: str) -> None:
     folder = MemoryStorage()
-    with pytest.raises(UnsupportedValue, match=f"strings of '__metadata__', not these values\n  {named}"):
+    with pytest.raises(UnsupportedValue, match=rf"strings in tree\['__metadata__'\], not these values\n  {named}"):
         st.save(tree_of({"x": "1"}) | more, folder, HF)
     assert folder.names() == ()
 

@@ -117,7 +117,7 @@ def test_groups_of_parameters_are_written_as_they_are_given() -> None:
         ({"optimizer.buckets": torch.ones(2)}, KeyMismatch, "not a tensor of the model"),
         ({"rng": st.ShardedObject("rng", 5, (1,), (0,))}, KeyMismatch, "'rng/shard_0_1'"),
         ({"a/b": torch.ones(2)}, UnsupportedValue, "'a/b'"),
-        ({"optimizer": {"scaler": 1}}, UnsupportedValue, "'optimizer' with 'scaler'"),
+        ({"optimizer": {"scaler": 1}}, UnsupportedValue, "'optimizer' with the keys 'scaler'"),
     ],
 )
 def test_what_has_no_place_is_refused_by_name(tree: dict[str, Any], error: type[Exception], match: str) -> None:

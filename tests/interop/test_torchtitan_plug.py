@@ -211,7 +211,7 @@ def test_what_cannot_be_is_refused_by_name(tmp_path: Path) -> None:
         assert "no step 3" in said[0]
         assert "unknown states in exclude_from_loading" in said[1] and "dataset" in said[1]
         assert "no adapter for Hugging Face's format" in said[2]
-        assert "states that are not stored\n  later" in said[3]
+        assert "the checkpoint lacks these states\n  later" in said[3]
         assert "train_state" in said[4]
     assert steps(tmp_path / "steps") == ["step-2"]  # the last save was given up, so that nothing waits for its ranks
     with pytest.raises(st.errors.MetadataError, match="async_mode"):

@@ -346,7 +346,7 @@ SPOILT: dict[str, tuple[Spoil, str, str]] = {
     "buffers that there is no memory for": (
         lambda case, rank: {"empty": no_room},
         "make memory",
-        "no memory for buffers",
+        "cannot allocate buffers",
     ),
 }
 

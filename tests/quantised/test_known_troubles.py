@@ -195,7 +195,7 @@ def test_recode_leaves_objects_and_numbers_that_are_no_floats_alone() -> None:
 @pytest.mark.parametrize(
     ("tensors", "lossless", "words"),
     [
-        ({"w": torch.ones(2, 4), "w_scale": torch.ones(3)}, False, "would have keys of other tensors\n  'w_scale'"),
+        ({"w": torch.ones(2, 4), "w_scale": torch.ones(3)}, False, "get keys that other tensors have\n  'w_scale'"),
         ({"w": torch.full((2, 4), 1 / 3, dtype=torch.float64)}, True, "float64 would be rounded\n  'w'"),
     ],
 )

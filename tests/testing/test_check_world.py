@@ -256,7 +256,7 @@ FAULTS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", FAULTS)
 def test_a_planted_fault_is_named(kind: type[QueueWorld]) -> None:
-    with pytest.raises(AssertionError, match=f"(?s)check_world: a world breaks its promises.*{FAULTS[kind]}"):
+    with pytest.raises(AssertionError, match=f"(?s)check_world: a world breaks these promises.*{FAULTS[kind]}"):
         check_world(partial(run_threads, kind, 3), hangs_after=20)
 
 

@@ -71,7 +71,7 @@ def test_a_pattern_names_the_leaves_that_partition_takes(tree: Any, pattern: str
     old = [path for path, leaf in leaves_with_paths(tree) if leaf is st.trees.HOLE]
     assume(named and not old)
     assert outline(st.tree_at(tree, pattern, lambda leaf: st.trees.HOLE)) == outline(expected)
-    with pytest.raises(TreeError, match="no such node"):
+    with pytest.raises(TreeError, match="`where` does not fit"):
         st.tree_at({}, pattern, 1)
 
 
@@ -130,11 +130,11 @@ def test_what_is_not_there_is_told(where: Any, message: str) -> None:
     for function in (st.tree_at, st.data_at):
         with pytest.raises(TreeError, match=message) as caught:
             function(holder(), where, lambda leaf: leaf)
-        assert str(caught.value).startswith(f"{function.__name__}: no such node")
+        assert str(caught.value).startswith(f"{function.__name__}: `where` does not fit")
 
 
 def test_a_place_in_another_one_is_refused() -> None:
-    with pytest.raises(TreeError, match=r"chosen nodes in other chosen nodes\n  tree\['model'\]\['w'\]"):
+    with pytest.raises(TreeError, match=r"chosen nodes lie in other chosen nodes\n  tree\['model'\]\['w'\]"):
         st.tree_at(holder(), lambda tree: [tree["model"], tree["model"]["w"]], [1, 2])
 
 

@@ -211,7 +211,7 @@ def _entry_texts(entries: list[HeaderEntry]) -> list[str]:
     """
     if len({_METADATA, *(entry.name for entry in entries)}) != len(entries) + 1:
         heading = f"safetensors header: two entries have the same name, or one is named {_METADATA!r}"
-        raise MetadataError(error_text(heading, fix="Rename one of the tensors."))
+        raise MetadataError(error_text(heading, fix=f"Give each tensor a unique name other than {_METADATA!r}."))
     kinds: dict[tuple[str, tuple[int, ...]], tuple[int, str]] = {}  # models repeat few shapes in many layers
     texts, end = [], 0
     for entry in entries:

@@ -216,7 +216,7 @@ def _member(record: Record, cls: type[Enum]) -> Enum:
 
 
 def _mismatch(record: Record, found: object, expected: object) -> UnsupportedValue:
-    heading = f"{record.type_name[:200]}: the class given in types does not fit the stored value"
+    heading = f"{record.type_name[:200]}: the class passed in types= does not fit the stored value"
     fix = "Leave the class out of types=: the value is then loaded as a Record of its stored fields."
     return UnsupportedValue(error_text(heading, found=str(found)[:1000], expected=expected, fix=fix))
 

@@ -163,7 +163,7 @@ def box_total(data: torch.Tensor, offset: Sequence[int]) -> int:
     """
     if max(data.ndim, len(offset)) > _MOST_AXES:
         found, expected = max(data.ndim, len(offset)), f"at most {_MOST_AXES}"
-        raise UnsupportedValue(error_text("fingerprint: too many axes", found=found, expected=expected))
+        raise UnsupportedValue(error_text("fingerprint: a tensor has too many axes", found=found, expected=expected))
     bits = as_integers(data)
     words = bits if bits.itemsize <= 8 else torch.view_as_real(bits).view(torch.int64)  # two words along one more axis
     places = (*offset, *(0,) * (words.ndim - data.ndim))

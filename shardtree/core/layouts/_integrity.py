@@ -182,7 +182,7 @@ def check_stored_shards(columns: ShardColumns) -> None:
     """
     problems = write_problems(columns)
     if problems:
-        fix = "Give replicas different replica_ids, and keep shards inside their tensor's global shape."
+        fix = "If shards overlap, give replicas different replica_ids; if one exceeds its global shape, move it."
         heading = "save: these shards cannot be stored in one checkpoint"
         raise IntegrityError(error_text(heading, offenders=map(str, problems), fix=fix))
 

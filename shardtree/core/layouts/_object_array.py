@@ -238,8 +238,5 @@ def own_copy(value: Any, what: str) -> Any:
         return deepcopy(value, {id(item): item.detach().clone().requires_grad_(item.requires_grad) for item in tensors})
     except Exception as error:
         # A value's own __deepcopy__ may raise anything.
-        found, fix = (
-            f"{type(error).__name__}: {error}"[:200],
-            "Store values that can be copied instead of this object.",
-        )
+        found, fix = f"{type(error).__name__}: {error}"[:200], "Store only values that copy.deepcopy can copy."
         raise UnsupportedValue(error_text(f"{what} cannot be copied", found=found, fix=fix)) from error

@@ -81,8 +81,9 @@ def reshard_objects(
     asked_for = targets if isinstance(targets, Iterable) else [targets]
     others = [type(item).__name__ for item in (*items, *asked_for) if not isinstance(item, ShardedObject)]
     if others:
-        heading, fix = "reshard_objects: not a list of ShardedObject", "Pass a list of all ranks' objects."
-        raise MetadataError(error_text(heading, found=others[0], expected="sharded objects", fix=fix))
+        heading = "reshard_objects: a source or target is not a ShardedObject"
+        fix = "Pass lists of ShardedObject as sources and targets."
+        raise MetadataError(error_text(heading, found=others[0], expected="ShardedObject", fix=fix))
     rule_of = rules_by_key("reshard_objects", rules or {}, (item.key for item in (*items, *targets)))
     target_keys = {item.key for item in targets}
     # Arrays without a target may be incomplete, or ambiguous.
@@ -112,7 +113,7 @@ def rules_by_key(doing: str, rules: Mapping[str, ObjectRule], keys: Iterable[str
     """
     if not isinstance(rules, Mapping):
         fix = "Pass a dict from patterns of keys to rules: {'rng': rule}."
-        raise TreeError(error_text(f"{doing}: not a dict of rules", found=type(rules).__name__, fix=fix))
+        raise TreeError(error_text(f"{doing}: the rules are not a dict", found=type(rules).__name__, fix=fix))
     wrong = [f"{pattern!r}: {type(rule).__name__}" for pattern, rule in rules.items() if not callable(rule)]
     if wrong:
         raise TreeError(error_text(f"{doing}: rules are not functions", offenders=wrong, fix=f"Use {OBJECT_RULES}."))

@@ -52,15 +52,15 @@ def trees_by_rank(trees: RankTrees, doing: str = "trees by rank") -> dict[int, A
         >>> trees_by_rank([{"step": 3}, {"step": 4}])
         {0: {'step': 3}, 1: {'step': 4}}
     """
-    heading = f"{doing}: not a tree for each rank"
+    heading = f"{doing}: not a list or dict of the ranks' trees"
     fix = "Pass a list that begins with rank 0's tree, or a dict from ranks to trees; for a single tree, [tree]."
     if not isinstance(trees, (list, tuple, Mapping)) or not trees:
-        found = "none" if isinstance(trees, (list, tuple, Mapping)) else type(trees).__name__
+        found = "no tree" if isinstance(trees, (list, tuple, Mapping)) else type(trees).__name__
         raise TreeError(error_text(heading, found=found, fix=fix))
     by_rank = trees if isinstance(trees, Mapping) else dict(enumerate(trees))
     wrong = [repr(rank)[:100] for rank in by_rank if not _is_rank(rank)]
     if wrong:
-        raise TreeError(error_text(f"{heading}; these are not ranks", offenders=wrong, fix=fix))
+        raise TreeError(error_text(f"{heading}; these keys are not ranks", offenders=wrong, fix=fix))
     return {int(rank): by_rank[rank] for rank in sorted(by_rank)}
 
 

@@ -62,7 +62,7 @@ def check_writable(doing: str, shard: ShardedTensor, tensor: torch.Tensor) -> No
         >>> check_writable("load", shard, shard.data)
         Traceback (most recent call last):
         shardtree.errors.ShapeError: load: elements of the donated tensor of 'w' share memory
-          Donate tensors with memory of their own; expand() and unfold() make views that have none.
+          Donate a tensor without overlapping elements; expand() and unfold() return views with such elements.
     """
     # A load writes through views, which sparse layouts don't have.
     if tensor.layout is not torch.strided:
@@ -73,7 +73,7 @@ def check_writable(doing: str, shard: ShardedTensor, tensor: torch.Tensor) -> No
         heading = f"{doing}: the donated tensor of {shard.key!r} is a wrapper subclass around inner tensors"
         raise ShapeError(error_text(heading, found=type(tensor).__name__, fix=fix))
     if _may_overlap(tensor):
-        fix = "Donate tensors with memory of their own; expand() and unfold() make views that have none."
+        fix = "Donate a tensor without overlapping elements; expand() and unfold() return views with such elements."
         raise ShapeError(error_text(f"{doing}: elements of the donated tensor of {shard.key!r} share memory", fix=fix))
 
 
@@ -324,7 +324,7 @@ def fill_once(doing: str, donated: _Donated, results: Sequence[torch.Tensor]) ->
     ]
     if differ:
         heading = f"{doing}: donated tensors share memory, but their new values differ"
-        fix = f"Donate tensors with memory of their own (no longer tied weights), or {doing} only one of them."
+        fix = "Donate separate tensors for these keys (this unties the weights), or leave out all keys but one."
         raise ShapeError(error_text(heading, offenders=differ, fix=fix))
     for group in groups:
         overwrite(donated[group[0]][1], results[group[0]])  # type: ignore[arg-type]

@@ -150,7 +150,7 @@ def refuse_wrappers(doing: str, leaves: Sequence[tuple[TreePath, Any]]) -> None:
         fix += " plain tensors (as torchao's `dequantize()` returns them)."
         if any(_is_dtensor(leaf.data) for _, leaf in wrappers):
             fix += " `from_dtensors` of shardtree.interop.dtensor makes shards of DTensors."
-        heading = f"{doing}: data of shards are wrapper subclasses, whose elements are in inner tensors"
+        heading = f"{doing}: shards hold tensors of wrapper subclasses, whose elements are in inner tensors"
         raise UnsupportedValue(error_text(heading, offenders=names, fix=fix))
 
 
@@ -262,8 +262,8 @@ def refuse_without_elements(doing: str, leaves: Sequence[tuple[TreePath, Any]]) 
         content = leaf.data if isinstance(leaf, ShardedObject) else leaf
         offenders += [f"{render_path(path)}: {kind}" for value in reachable([content]) if (kind := _lacking(value))]
     if offenders:
-        fix = "Save while their memory is allocated; run a module with lazy parameters once beforehand."
-        raise UnsupportedValue(error_text(f"{doing}: tensors without elements", offenders=offenders, fix=fix))
+        fix = "Pass freed tensors before they are freed; for parameters not initialised yet, run their module first."
+        raise UnsupportedValue(error_text(f"{doing}: tensors without allocated memory", offenders=offenders, fix=fix))
 
 
 def refuse_shapeless(doing: str, leaves: Iterable[tuple[TreePath, Any]]) -> None:

@@ -51,13 +51,13 @@ def full_data(shape: Sequence[int], dtype: torch.dtype, device: torch.device | s
     # For integer dtypes torch drops fractions silently, so the tensor's element is compared with the number.
     is_real = dtype.is_floating_point or dtype.is_complex
     if not is_real and tensor.device.type != "meta" and tensor.reshape(-1)[0].item() != fill:
-        _refuse_fill(fill, dtype, tensor.reshape(-1)[0].item())
+        _refuse_fill(fill, dtype, f"{tensor.reshape(-1)[0].item()} after conversion to that dtype")
     return tensor
 
 
 def _refuse_fill(fill: float, dtype: torch.dtype, actual: object) -> NoReturn:
     what = f"a tensor of {dtype} cannot hold the padding {fill}"
-    raise ShapeError(error_text(what, found=actual, expected="a number of that dtype", fix="Pad with such a number."))
+    raise ShapeError(error_text(what, found=actual, fix="Pad with a number that this dtype can hold."))
 
 
 @cache
@@ -172,7 +172,7 @@ def _check_injective(new: Mapping[str, str]) -> None:
         old.setdefault(after, []).append(before)
     collisions = [f"{after!r} from {', '.join(map(repr, before))}" for after, before in old.items() if len(before) > 1]
     if collisions:
-        fix = "Give each key a name of its own; join tensors with a factory."
+        fix = "Give each key a name of its own. To join tensors, use a factory instead of rename."
         raise TreeError(error_text("rename: different keys would become one", offenders=collisions, fix=fix))
 
 

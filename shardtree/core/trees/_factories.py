@@ -248,7 +248,7 @@ def _misfit(
     what: str, path: TreePath, found: str, expected: str | None, offenders: list[str] | tuple[str, ...] = ()
 ) -> TreeError:
     text = f"apply_factory_merges: the loaded tree {what} at {render_path(path)}"
-    fix = "Load into the result of apply_factories, and merge with the tree that you passed to it."
+    fix = "Load into the result of apply_factories, and merge with the tree that apply_factories got."
     return TreeError(error_text(text, found=found, expected=expected, fix=fix, offenders=offenders))
 
 

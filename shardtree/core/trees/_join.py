@@ -142,8 +142,8 @@ def join(common: Tree, target: Tree, own: Own | None = None) -> Tree:
     if isinstance(tree, _Spare):
         return tree.value
     if tree is HOLE:
-        heading = "join: the target's outermost container has entries for which nothing is loaded"
-        raise TreeError(error_text(heading, fix="Load into a dict, or into the saved structure with all its shards."))
+        heading = "join: the target's outermost list, tuple or instance has entries for which nothing is loaded"
+        raise TreeError(error_text(heading, fix="Load into a dict, which may lack some, or the whole saved structure."))
     return tree
 
 

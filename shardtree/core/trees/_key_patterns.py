@@ -35,7 +35,7 @@ def key_form(pattern: str) -> KeyForm:
     """
     if not isinstance(pattern, str) or not pattern:
         found, fix = repr(pattern)[:200], "Write a key, with * for parts that differ: 'model.layers.*.mlp.weight'."
-        raise TreeError(error_text("not a pattern of keys", found=found, expected="a string", fix=fix))
+        raise TreeError(error_text("not a pattern of keys", found=found, expected="a non-empty string", fix=fix))
     return _key_form(pattern)
 
 
@@ -155,7 +155,7 @@ def check_stars(doing: str, pattern: str, others: Sequence[str]) -> None:
     wrong = [f"{other!r} has {stars(other)}" for other in others if stars(other) != stars(pattern)]
     if wrong:
         expected = f"{stars(pattern)} in each, as in {pattern!r}"
-        fix = "Write the same number of stars: each stands for the part of the key that it matched."
+        fix = "Write as many stars in each pattern: what the stars of one match replaces the stars of the others."
         raise TreeError(
             error_text(f"{doing}: patterns differ in number of stars (*)", expected=expected, offenders=wrong, fix=fix)
         )
@@ -217,8 +217,8 @@ def checked_keys(doing: str, keys: Sequence[str]) -> list[str]:
     many = not isinstance(keys, str | Mapping) and hasattr(keys, "__iter__")
     texts = list(keys) if many else []
     if not texts or not all(isinstance(key, str) for key in texts) or len(set(texts)) < len(texts):
-        found = repr(keys)[:200]
-        raise TreeError(error_text(f"{doing}: unusable list of keys", found=found, expected="a list of different keys"))
+        found, expected = repr(keys)[:200], "a non-empty list of different strings"
+        raise TreeError(error_text(f"{doing}: unusable list of keys", found=found, expected=expected))
     return texts
 
 

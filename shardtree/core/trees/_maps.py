@@ -12,7 +12,7 @@ from typing import Any, Concatenate, Final, ParamSpec, TypeAlias, TypeVar, cast,
 import optree
 import torch
 
-from ...errors import MetadataError, ShapeError, TreeError, TreePath, error_text, plural, render_path
+from ...errors import MetadataError, ShapeError, TreeError, TreePath, error_text, render_path
 from ..geometry import refuse
 from ..lazy import LazyTensor
 from ..mapping import LocalNonpersistentObject, ShardedBase, ShardedTensor, ShardedTensorFactory, check_has_shape
@@ -165,9 +165,8 @@ def _column(doing: str, spec: optree.PyTreeSpec, other: Tree, number: int) -> li
     except ValueError as error:
         heading = f"{doing}: tree {number} does not have the structure of the first tree"
         fix = "Give trees of one structure, or join them first with `merge` or `combine`."
-        found, expected = plural(len(leaves), "value"), plural(spec.num_leaves, "value")
         offenders = [str(error).splitlines()[0][:200]]
-        raise TreeError(error_text(heading, found=found, expected=expected, fix=fix, offenders=offenders)) from None
+        raise TreeError(error_text(heading, fix=fix, offenders=offenders)) from None
 
 
 def map_data(f: Callable[..., Any], tree: SameTree, *rest: Tree) -> SameTree:

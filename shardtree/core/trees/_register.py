@@ -59,8 +59,9 @@ def register_dataclass(cls: _Class, *, static: Collection[str] = ()) -> _Class:
         )
     names = [field.name for field in fields(cls)]
     if unknown := [name for name in static if name not in names]:
-        heading, lines = "register_dataclass: static: unknown fields", with_guesses(unknown, near_names(unknown, names))
-        raise MetadataError(error_text(f"{heading} of {cls.__name__}", offenders=lines, fix="Correct the names."))
+        heading = f"register_dataclass: static= names unknown fields of {cls.__name__}"
+        lines = with_guesses(unknown, near_names(unknown, names))
+        raise MetadataError(error_text(heading, offenders=lines, fix="Correct the names."))
     if issubclass(cls, (dict, list, tuple)):
         heading, fix = f"register_dataclass: {cls.__name__} is a container itself", "Hold the container in a field."
         raise MetadataError(error_text(heading, fix=fix))

@@ -109,8 +109,9 @@ def _fields(state: Any, names: list[str]) -> dict[str, Any]:
 
 
 def _mismatch_error(cls: type, found: str, expected: str) -> UnsupportedValue:
-    heading = f"{type_name(cls)}: the class given in types does not fit the stored value"
-    return UnsupportedValue(error_text(heading, found=found, expected=expected))
+    heading = f"{type_name(cls)}: the class passed in types= does not fit the stored value"
+    fix = "Pass the class with the members or fields that it had when the value was saved."
+    return UnsupportedValue(error_text(heading, found=found, expected=expected, fix=fix))
 
 
 # This section lists other names in checkpoints of training programs: plain classes of Megatron-Core, and kinds of

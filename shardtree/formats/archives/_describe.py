@@ -181,8 +181,8 @@ def _rank(mesh: dict[str, Any], position: tuple[int, ...], element: Element) -> 
 
 
 def _of_fsdp1(*args: Any) -> Any:
-    fix = "Load it with FSDP1, and save a full state dict or use torch.distributed.checkpoint; or save with FSDP2."
-    raise UnsupportedValue(error_text("a ShardedTensor of FSDP1 cannot be read", fix=fix))
+    fix = "Load the file with FSDP1, and save its full state dict."
+    raise UnsupportedValue(error_text("a torch.distributed ShardedTensor, as FSDP1 saves, cannot be read", fix=fix))
 
 
 def _call(*args: Any) -> Any:

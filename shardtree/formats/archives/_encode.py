@@ -189,8 +189,9 @@ def _plain_copy(
         leaves: Types of values that are kept as they are.
     """
     if len(parents) > _MAX_DEPTH:
-        what = f"encode_archive: a tree more than {_MAX_DEPTH} deep, or one that contains itself"
-        raise TreeError(error_text(f"{what}, at {shown_path(path)}", fix="Flatten it, and break cycles."))
+        what = f"encode_archive: the tree has more than {_MAX_DEPTH} levels, or contains itself"
+        fix = "Reduce its levels; if a container contains itself, take it out of itself."
+        raise TreeError(error_text(f"{what}, at {shown_path(path)}", fix=fix))
     kind = type(value)
     if kind in leaves:
         return value

@@ -58,8 +58,9 @@ def strips(tensor: StoredTensor, what: str) -> Iterator[Box]:
     """
     if _overlaps(tensor):
         if (span := reach(tensor)) > MOST_EXPANDED_BYTES:
-            found, expected = f"{span} bytes of overlapping elements", f"at most {MOST_EXPANDED_BYTES} bytes"
-            raise CorruptCheckpoint(error_text(f"{what}: a tensor is too large", found=found, expected=expected))
+            found, expected = f"{span} bytes", f"at most {MOST_EXPANDED_BYTES} bytes"
+            heading = f"{what}: a tensor with overlapping elements spans too many bytes"
+            raise CorruptCheckpoint(error_text(heading, found=found, expected=expected))
         yield (0,) * len(tensor.shape), tensor.shape
     elif 0 not in tensor.shape:
         yield from _strips(tensor, (0,) * len(tensor.shape))
@@ -140,7 +141,8 @@ def filled_tensor(read: Read, tensor: StoredTensor, what: str) -> torch.Tensor:
 def _view(read: Read, tensor: StoredTensor, what: str) -> torch.Tensor:
     data = bytearray(read(tensor.begin, tensor.begin + reach(tensor)))
     if len(data) != reach(tensor):
-        raise CorruptCheckpoint(error_text(f"{what}: bytes of a tensor are missing"))
+        found, expected = f"{len(data)} bytes", f"{reach(tensor)} bytes"
+        raise CorruptCheckpoint(error_text(f"{what}: bytes of a tensor are missing", found=found, expected=expected))
     view = torch.frombuffer(data, dtype=tensor.dtype).as_strided(tensor.shape, tensor.stride)
     view = view.conj() if tensor.conj else view
     return torch._neg_view(view) if tensor.neg else view

@@ -196,9 +196,9 @@ def _whole(key: str, parts: Sequence[Part], files: Sequence[WeightFile]) -> Tens
     first = parts[0]
     for part in parts:
         if part.kind.dtype != first.kind.dtype or len(part.offset) != len(first.offset):
-            heading = f"open: files have parts of several tensors named {key[:200]!r}"
+            heading = f"open: the parts of tensor {key[:200]!r} differ in dtype or number of axes"
             pair = [f"{files[other.file].name!r}: {other.kind}" for other in (first, part)]
-            fix = "They belong to different saves; take the files of one."
+            fix = "These files belong to different saves; open a folder with the files of one save."
             raise CorruptCheckpoint(error_text(heading, found=" and ".join(pair), fix=fix))
     ends = (part.stop for part in parts)
     return TensorKind(first.kind.dtype, tuple(map(max, zip(*ends, strict=True))), 0)

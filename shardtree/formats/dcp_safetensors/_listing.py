@@ -56,8 +56,11 @@ def part_files(names: Iterable[str], where: str) -> tuple[str, ...]:
     matches = {name: match for name in sorted(names) if (match := _NAME.fullmatch(name)) is not None}
     counts = {int(match[1]) for match in matches.values()}
     if len(counts) != 1:
-        found = " and ".join(f"files named *-of-{count:05}" for count in sorted(counts)) or "no file of a rank"
-        heading, expected = f"open: {where!r} does not hold the files of one save", "shard-RRRRR-model-NNNNN-of-NNNNN"
-        fix = "Move the files of all saves but one away; nothing in the files says which save is current."
+        found = " and ".join(f"files named *-of-{count:05}" for count in sorted(counts)) or "no such file"
+        heading = f"open: {where!r} does not hold the files of one save"
+        expected = "files named shard-RRRRR-model-NNNNN-of-NNNNN, all with the same number at the end"
+        fix = "Open the folder that the save wrote."
+        if counts:
+            fix = "Move the files of all saves but one away; nothing in the files says which save is current."
         raise CorruptCheckpoint(error_text(heading, found=found, expected=expected, fix=fix))
     return tuple(matches)

@@ -185,7 +185,7 @@ def check_count(storage: Storage, folder: str, kind: str, count: int, expected: 
     """
     if count == expected:
         return
-    fewer = "Copy every rank's file; without one, its part of each tensor is missing."
+    fewer = "Copy every rank's file: each holds parts of tensors that no other file has."
     fix = fewer if count < expected else "Move away the files of an older save with more ranks."
     heading = f"open: {storage.where(folder.rstrip('/'))!r} does not have one {kind} file for each rank"
     raise CorruptCheckpoint(error_text(heading, found=f"{count} files", expected=f"{expected}, as {by} says", fix=fix))

@@ -77,7 +77,7 @@ def _state_files(storage: Storage, folder: str, model: Model) -> dict[str, tuple
         where = storage.where(folder.rstrip("/"))
         heading = f"open: {where!r} lacks fp32 master weights of parameters that {model.where!r} lists"
         raise CorruptCheckpoint(
-            error_text(heading, offenders=missing, fix="Copy the whole folder, or convert it again.")
+            error_text(heading, offenders=missing, fix="Copy the whole folder, or repeat DeepSpeed's ds_to_universal.")
         )
     return files
 
@@ -106,7 +106,7 @@ def _add_state(
             description = f"a tensor of shape {value.shape}"
         heading = f"open: {file.where!r} does not have its parameter's shape"
         expected = f"a tensor of shape {shape}, as in param_shapes of {model.where!r}"
-        fix = "It was converted from another model, or damaged; convert it again."
+        fix = "The file belongs to another model, or is damaged; repeat DeepSpeed's ds_to_universal."
         raise CorruptCheckpoint(error_text(heading, found=description, expected=expected, fix=fix))
     pieces = [piece_of(key, number, _shaped(value, shape))] if 0 not in shape else []
     tensors.add(key, value.dtype, shape, pieces)

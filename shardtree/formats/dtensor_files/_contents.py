@@ -129,9 +129,9 @@ def _names(
     lengths = [len(group) for group in parameter_names if not isinstance(group, str)]
     sizes = [len(group) for group in members]
     if len(flat) != len(ids) or len(set(flat)) != len(flat) or (lengths and lengths != sizes):
-        found = f"{len(flat)} names, {len(set(flat))} distinct" + (f", in groups of {lengths}" if lengths else "")
-        fix = "Name each parameter once, in the order in which the optimizer got them; tied ones have one name."
-        expected = f"{len(ids)} distinct names, in groups of {sizes}"
+        found = f"{len(flat)} names, {len(set(flat))} distinct" + (f", in param groups of {lengths}" if lengths else "")
+        fix = "Name each parameter once, in the order in which the optimizer got them; name tied ones once."
+        expected = f"{len(ids)} distinct names, in param groups of {sizes}"
         raise TreeError(error_text(doing, found=found, expected=expected, fix=fix))
     names = dict(zip(ids, flat, strict=True))
     wrong = [

@@ -69,12 +69,12 @@ def rank_files(names: Iterable[str], where: str) -> RankFiles:
         if match is not None:
             by_size.setdefault(int(match[2]), {}).setdefault(match[1], {})[int(match[3])] = name
     if len(by_size) != 1:
-        sizes = ", ".join(f"of {size} ranks" for size in sorted(by_size))
-        fix = "Move the files of other saves away; nothing in them says which are current."
+        sizes = " and of ".join(f"a save by {size} ranks" for size in sorted(by_size))
+        fix = "Move the files of all saves but one away; nothing in them says which save is current."
         heading = f"open: {where!r} has ranks' files of several saves"
-        raise CorruptCheckpoint(error_text(heading, found=f"files {sizes}", expected="one number of ranks", fix=fix))
+        raise CorruptCheckpoint(error_text(heading, found=f"files of {sizes}", expected="files of one save", fix=fix))
     ((size, kinds),) = by_size.items()
-    fix = "Copy every rank's file; without it, its rows are missing."
+    fix = "Copy every rank's file: each holds rows that no other file has."
     beyond = [name for ranks in kinds.values() for rank, name in ranks.items() if rank >= size]
     count = len(kinds) * size - sum(map(len, kinds.values())) + len(beyond)
     if count:

@@ -209,7 +209,7 @@ def save_common(pending: PendingSave, common: Any) -> Fields:
         StrategyError: Another format has the shards, so that there is no model with headers.
     """
     if paths := paths_without_room(common):
-        heading = f"save: a Hugging Face model can only have tensors and the strings of {TEXTS!r}, not these values"
+        heading = f"save: a Hugging Face model only stores tensors and the strings in tree[{TEXTS!r}], not these values"
         fix = f"Leave them out of the tree, or {_NATIVE_COMMON}."
         raise UnsupportedValue(error_text(heading, offenders=map(render_path, paths), fix=fix))
     if not isinstance(pending.state, ModelSaving):

@@ -374,7 +374,7 @@ class Machine(pickle._Unpickler):
         for place in ((module, name), today):
             with suppress(KeyError):
                 return self.classes[place]
-        wrong = f"names {module[:100]}.{name[:100]}, which is neither data nor known to be harmless"
+        wrong = f"names {module[:100]}.{name[:100]}, which is not known to be harmless"
         raise self.unsafe(wrong)
 
     def persistent_load(self, pid: Any) -> Any:
@@ -392,5 +392,4 @@ class Machine(pickle._Unpickler):
 
     def unsafe(self, wrong: str) -> UnsafeFile:
         """Return the error for a pickle that contains more than data; `wrong` is a verb phrase like "calls a list"."""
-        place = f"before byte {self.file.tell()}"
-        return UnsafeFile(error_text(f"{self.what}: it {wrong}", found=place, fix=self.fix))
+        return UnsafeFile(error_text(f"{self.what}: it {wrong} (before byte {self.file.tell()})", fix=self.fix))

@@ -246,8 +246,7 @@ def read_pickle(
         >>> read_pickle(b"cos\nsystem\n(S'rm -r *'\ntR.", {}, what="example")
         Traceback (most recent call last):
         ...
-        shardtree.errors.UnsafeFile: example: it names os.system, which is neither data nor known to be harmless
-          found before byte 11
+        shardtree.errors.UnsafeFile: example: it names os.system, which is not known to be harmless (before byte 11)
           Only LoadOptions(allow_pickle=True) reads it, and runs any code in it: use it only if you trust the file.
     """
     content = data if type(data) is bytes else bytes(data)
@@ -266,6 +265,6 @@ def read_pickle(
     except Exception as error:
         early = isinstance(error, (IndexError, struct.error))
         reason = "its bytes or its stack end too early" if early else str(error)[:200] or type(error).__name__
-        place = f"before byte {machine.file.tell()}: {reason}"
-        raise CorruptCheckpoint(error_text(f"{machine.what}: not a pickle that can be read", found=place)) from error
+        heading = f"{machine.what}: not a pickle that can be read: {reason} (before byte {machine.file.tell()})"
+        raise CorruptCheckpoint(error_text(heading)) from error
     return value

@@ -170,7 +170,7 @@ def reference(number: int) -> bytes:
 
 
 def _too_deep() -> UnsupportedValue:
-    return UnsupportedValue(error_text(f"write_pickle: a value more than {DEEPEST} deep, or one that contains itself"))
+    return UnsupportedValue(error_text(f"write_pickle: a value is nested more than {DEEPEST} deep, or contains itself"))
 
 
 def _none(writer: PickleWriter, value: None, depth: int) -> None:

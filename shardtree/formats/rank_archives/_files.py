@@ -40,9 +40,9 @@ class ValueAt:
         >>> ValueAt({"groups": [{"lr": "high"}]}, "optim.pt").member("groups").items()[0].member("lr").of(int, float)
         Traceback (most recent call last):
         ...
-        shardtree.errors.CorruptCheckpoint: open: 'optim.pt' does not have the content of its format
+        shardtree.errors.CorruptCheckpoint: open: 'optim.pt' has a value of an unexpected type or size
           found saved['groups'][0]['lr'] is 'high', a str, expected an int or a float
-          It was damaged, or made by another program; load another checkpoint.
+          The file was damaged, or made by another program; load another checkpoint.
     """
 
     value: Any
@@ -91,9 +91,9 @@ class ValueAt:
         return {key: ValueAt(value, self.file, (*self.path, key)) for key, value in entries.items()}
 
     def _wrong(self, expected: str) -> CorruptCheckpoint:
-        heading = f"open: {self.file!r} does not have the content of its format"
+        heading = f"open: {self.file!r} has a value of an unexpected type or size"
         found = f"{render_path(self.path, 'saved')} is {_shown(self.value)}"
-        fix = "It was damaged, or made by another program; load another checkpoint."
+        fix = "The file was damaged, or made by another program; load another checkpoint."
         return CorruptCheckpoint(error_text(heading, found=found, expected=expected, fix=fix))
 
 

@@ -95,8 +95,8 @@ def check_rank(file: ArchiveFile, rank: int, key: str, tensor: StoredTensor | St
     if isinstance(tensor, StoredDTensor) and tensor.parts.rank not in (None, rank):
         heading = f"open: {file.where!r} is another rank's file"
         fix = "Files were renamed, exchanged or copied; copy each rank's own file, or load another checkpoint."
-        part = f"the part of rank {tensor.parts.rank} of {key[:200]!r}"
-        raise CorruptCheckpoint(error_text(heading, found=part, expected=f"that of rank {rank}", fix=fix))
+        part = f"rank {tensor.parts.rank}'s part of {key[:200]!r}"
+        raise CorruptCheckpoint(error_text(heading, found=part, expected=f"rank {rank}'s part", fix=fix))
 
 
 def place_parts(

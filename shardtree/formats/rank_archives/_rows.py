@@ -91,7 +91,7 @@ def _check_loadable(checkpoint: Checkpoint, contents: Contents, shards: Sequence
     refused = _refused_among(checkpoint, contents, {shard.key for shard in shards}, reads=True)
     wrong = [f"{key!r}: {reason}" for key, reason in sorted(refused.items())]
     if wrong:
-        fix = "Leave them out of the target. Where copies differ, LoadOptions(verify=None) reads the first rank's."
+        fix = "Leave them out of the target, or, if only copies differ, load the first with LoadOptions(verify=None)."
         raise UnsupportedValue(
             error_text("load: tensors that cannot be read from the ranks' files", offenders=wrong, fix=fix)
         )

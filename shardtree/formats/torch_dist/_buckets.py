@@ -127,8 +127,14 @@ def _bucket(name: str, match: re.Match[str], states: Mapping[str, TensorEntry]) 
     edges = {(*sorted(at for ((at,), _) in entry.boxes), entry.shape[0]) for entry in states.values()}
     dtypes = {state: entry.dtype for state, entry in states.items() if entry.dtype is not None}
     if dtypes.get(MASTER) is torch.int16:
-        heading = f"open: {name!r} has only the low 16 bits of its fp32 master weights, and its parameters stay unknown"
-        fix = "Load the model alone, or resume in Megatron-Core and save there with store_param_remainders=False."
+        heading = (
+            f"open: the optimizer's bucket {name!r} has only the low 16 bits of its fp32 master weights, "
+            "so it cannot be divided into parameters"
+        )
+        fix = (
+            "Load the model without its optimizer, or resume in Megatron-Core and save there "
+            "with store_param_remainders=False."
+        )
         raise UnsupportedValue(error_text(heading, fix=fix))
     if len(edges) != 1 or len(dtypes) != len(states) or dtypes.get(MASTER) is not torch.float32:
         fix = "The checkpoint was damaged or made by another program; load another one."

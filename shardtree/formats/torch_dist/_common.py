@@ -246,7 +246,7 @@ def check_names(values: dict[str, Value], shard_keys: Set[str]) -> None:
         >>> check_names({"w.lr": (("w", "lr"), 0.1)}, {"w"})
         Traceback (most recent call last):
         ...
-        shardtree.errors.TreeError: save: plain values have the same names as tensors or objects
+        shardtree.errors.TreeError: save: plain values have names of tensors or of possible objects
           tree['w']['lr'] has the name of 'w'
           Rename the shards or the values: torch.distributed.checkpoint keeps all of them in one dict.
     """
@@ -256,9 +256,11 @@ def check_names(values: dict[str, Value], shard_keys: Set[str]) -> None:
         for place in dict.fromkeys((name, path[0]))
         if place in shard_keys
     ]
-    wrong += [f"{render_path(path)} is named like an object" for name, (path, _) in values.items() if is_object(name)]
+    wrong += [
+        f"{render_path(path)} is named like an object's key" for name, (path, _) in values.items() if is_object(name)
+    ]
     if wrong:
         fix = "Rename the shards or the values: torch.distributed.checkpoint keeps all of them in one dict."
         raise TreeError(
-            error_text("save: plain values have the same names as tensors or objects", offenders=wrong, fix=fix)
+            error_text("save: plain values have names of tensors or of possible objects", offenders=wrong, fix=fix)
         )

@@ -269,8 +269,8 @@ def _step(checkpoint: Checkpoint, listing: ArchiveListing) -> float:
     steps = {step for _, step in _steps(checkpoint, listing)}
     if len(steps) != 1:
         fix = "Leave the steps out of the target, and set the optimizer's step by hand."
-        heading = "load: param groups have no step, or different steps"
-        raise UnsupportedValue(error_text(heading, found=sorted(steps), fix=fix))
+        heading = f"load: the optimizer's param groups have {'different steps' if steps else 'no step'}"
+        raise UnsupportedValue(error_text(heading, found=sorted(steps) or None, fix=fix))
     return steps.pop()
 
 

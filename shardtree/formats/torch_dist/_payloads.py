@@ -134,7 +134,7 @@ def check_readable(listing: ArchiveListing, numbers: Column) -> None:
     names, refusals = listing.archives.names, listing.archives.refusals
     reasons = {f"{names[number]!r}: {refusals[number]}" for number in numbers.tolist() if number in refusals}
     if reasons:
-        fix = "Load it with torch.distributed.checkpoint, with the extensions it was saved with."
+        fix = "Load this checkpoint with torch.distributed.checkpoint, and with the extensions that saved it."
         raise UnsupportedValue(error_text("load: unreadable tensors or objects", offenders=sorted(reasons), fix=fix))
 
 

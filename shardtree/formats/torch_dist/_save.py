@@ -128,7 +128,8 @@ def contents_by(pending: PendingSave, backend: str) -> tuple[Saving, WrittenCont
     if isinstance(state, Saving) and state.backend == backend and state.contents is not None:
         return state, state.contents
     fix = f"Pass sharded_strategy=({backend!r}, 1) too, or leave common_strategy out."
-    raise StrategyError(error_text(f"save: no shards were written in the format {backend!r}", fix=fix))
+    heading = f"save: the common state is to be saved as {backend!r}, but the shards are saved in another format"
+    raise StrategyError(error_text(heading, fix=fix))
 
 
 _MEGATRON_FIELDS = ("sharded_backend", "sharded_backend_version", "common_backend", "common_backend_version")

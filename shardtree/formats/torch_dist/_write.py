@@ -220,6 +220,6 @@ def _piece_buffers(piece: ArchivedBox, length: int) -> Iterator[Buffer]:
     tail = archive_tail(piece.shard.dtype, piece.shape, checksum())
     yield memoryview(tail)
     if nbytes + len(tail) != length:
-        found, expected = f"an archive of {nbytes + len(tail)} bytes", f"{length} bytes"
-        heading = f"save: {piece.shard.key!r} changed its size while it was written"
+        found, expected = f"an archive of {nbytes + len(tail)} bytes", f"an archive of {length} bytes"
+        heading = f"save: the data of {piece.shard.key!r} changed in size during the save"
         raise CheckpointingException(error_text(heading, found=found, expected=expected))

@@ -158,7 +158,7 @@ def remove_sharded(checkpoint: Checkpoint, key_prefix: str) -> None:
     """
     storage = checkpoint.storage
     if not is_own(checkpoint.fields):
-        fix = "Remove the arrays' folders."
+        fix = "remove_sharded_tensors only changes checkpoints of this library; delete the arrays with zarr itself."
         raise StrategyError(error_text(f"remove: {storage.where()!r} was written by another program", fix=fix))
     before, fields = read_metadata(storage)
     current = replace(checkpoint, fields=fields)
@@ -200,7 +200,7 @@ def group_members(checkpoint: Checkpoint) -> dict[str, Document]:
         node = node.get(name) if isinstance(node, dict) else None
     if not isinstance(node, dict):
         raise CorruptCheckpoint(
-            error_text(f"open: {where!r} has invalid zarr metadata", expected="the metadata of all arrays")
+            error_text(f"open: {where!r} has no consolidated metadata, the list of all arrays and their metadata")
         )
     return node
 

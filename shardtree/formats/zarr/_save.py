@@ -220,7 +220,8 @@ def _all_writes(pending: PendingSave, tensors: Sequence[ShardedTensor]) -> tuple
     if keys != agreed:
         heading = "save: the shards to write differ in number, keys or order from those that the ranks agreed on"
         fix = "Pass all shards that `save` passes to the format, in the same order."
-        same = next((at for at, pair in enumerate(zip(keys, agreed, strict=False)) if len({*pair}) > 1), len(agreed))
+        pairs = enumerate(zip(keys, agreed, strict=False))
+        same = next((at for at, (key, other) in pairs if key != other), min(len(keys), len(agreed)))
         found, expected = (f"{len(each)} shards, from index {same} on: {each[same:][:3]}" for each in (keys, agreed))
         raise IntegrityError(error_text(heading, found=found, expected=expected, fix=fix))
     own_numbers = np.full(len(columns), -1, dtype=np.int64)

@@ -42,8 +42,8 @@ def flattened(common: Any) -> tuple[dict[str, Any], dict[str, TreePath]]:
         planner.set_up_planner(rebuild([tensor if leaf is HOLE else leaf for _, leaf in pairs]))
     except ValueError as error:
         heading, fix = (
-            "dcp.load: two plain values have the same name",
-            "Rename one of them, and save the checkpoint again.",
+            "dcp.load: two plain values of the checkpoint have the same name in torch.distributed.checkpoint",
+            "Load the checkpoint with st.load, rename one of them in the tree, and save it again.",
         )
         raise TreeError(error_text(heading, found=error, fix=fix)) from error
     values = {name: value for name, value in planner.state_dict.items() if value is not tensor}

@@ -247,7 +247,7 @@ def _load_hooked(loading: _Loading) -> None:
         walk(module, dict(loading.entries), "", state)
     if state.errors:
         heading = "load_module: the module's own load_state_dict refuses what is stored"
-        fix = "Load into a module of the same sizes, with the same hooks."
+        fix = "Load into a module with the sizes and hooks of the saved one."
         raise ShapeError(error_text(heading, offenders=state.errors, fix=fix))
 
 
@@ -274,7 +274,7 @@ def _report(loading: _Loading, found: IncompatibleKeys, shapes: Shapes, *, stric
         if unknown:
             heading = "load_module: the module's state_dict has entries that its load_state_dict does not take"
             fix = (
-                "Add a hook that takes them by register_load_state_dict_pre_hook, or pass strict=False to "
+                "Register a hook that takes them with register_load_state_dict_pre_hook, or pass strict=False to "
                 "load the module without them."
             )
             raise KeyMismatch(error_text(heading, offenders=unknown, fix=fix))

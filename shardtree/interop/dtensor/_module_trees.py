@@ -93,7 +93,7 @@ def module_tensors(tree: Any, module: torch.nn.Module) -> dict[str, torch.Tensor
     tensors: dict[str, Any] = unbox(to_dtensors(dict(tree), like=dtensors))
     missing = [repr(name) for name in originals if not isinstance(tensors.get(name), torch.Tensor)]
     if missing:
-        fix = "Pass what `from_module` returns for this module, with data."
+        fix = "Pass what from_module(module) returns; if it has no data, pass what load returns for it."
         raise KeyMismatch(error_text("module_tensors: no tensor for these names", offenders=missing, fix=fix))
     return {name: tensor if name in dtensors else _as_leaf(tensor, originals[name]) for name, tensor in tensors.items()}
 

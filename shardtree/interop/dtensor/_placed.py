@@ -180,7 +180,7 @@ def spec_of(dtensor: Any) -> PartitionSpec:
     if odd:
         heading, fix = (
             "a DTensor is sharded over mesh axes in another order than ascending",
-            "Redistribute the DTensor to Replicate() on every mesh axis, then back to its placements.",
+            "Call .redistribute() with Replicate() on every mesh axis, then with these placements, in ascending order.",
         )
         raise UnsupportedValue(error_text(heading, offenders=odd, fix=fix))
     return PartitionSpec(*map(_entry, cuts))
@@ -195,7 +195,7 @@ def _cut_dim(placement: Any) -> int | None:
     if placement.is_replicate():
         return None
     if type(placement).__name__ not in ("Shard", "_StridedShard"):
-        fix = "Call .redistribute() with one of these."
+        fix = "Call .redistribute() with Shard or Replicate placements."
         heading, expected = "a DTensor's placement is of an unknown kind", "Shard, _StridedShard or Replicate"
         raise UnsupportedValue(error_text(heading, found=placement, expected=expected, fix=fix))
     return int(placement.dim)
@@ -375,8 +375,8 @@ def _resolve_strided(
     if any(left.shape != right.shape or (left.spans != right.spans and 0 not in left.shape) for left, right in pairs):
         heading = f"a DTensor of shape {global_shape} on {mesh}, cut by {spec}, is ambiguous"
         fix = (
-            "Pass strided='fsdp2' if fully_shard has cut a parallelised module, strided='dtensor' if distribute_tensor "
-            "has cut the tensor: their shards differ if a size is not a multiple of the number of ranks."
+            "Pass strided='fsdp2' if fully_shard made the shards, or strided='dtensor' if distribute_tensor made them: "
+            "these functions make different shards of this tensor."
         )
         raise ShapeError(error_text(heading, fix=fix))
     return other  # both give the same shards; this spec describes them by fewer boxes

@@ -196,7 +196,7 @@ def check_kinds(
     absent = [key for key in target.keys if key not in source_kinds]
     if absent:
         near = near_names(absent, [key for key in source.keys if key not in kinds])
-        fix = "Ask for tensors that the source has, or rename one side."
+        fix = "Ask for tensors that the source has, or rename keys of the source or the target."
         heading = "plan_reshard: the source lacks tensors that the target asks for"
         raise KeyMismatch(error_text(heading, offenders=with_guesses(absent, near), fix=fix))
     pairs = {key: (source_kinds[key], kind) for key, kind in kinds.items()}

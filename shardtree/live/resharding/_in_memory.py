@@ -255,7 +255,7 @@ def join_filled(common: Any, tree: Any, plain: Sequence[tuple[TreePath, Any]], d
     lacking = [render_path(path) for path in unfilled(tree, plain)]
     if lacking:
         heading = f"{doing}: the target has plain tensors at paths where the source has no plain value"
-        fix = "Pass shards there, as from `shard_at`; or wrap tensors to keep in LocalNonpersistentObject."
+        fix = "Pass shards there, as from `shard_at`; or, to keep these tensors, wrap them in LocalNonpersistentObject."
         raise TreeError(error_text(heading, offenders=lacking, fix=fix))
     return tree
 

@@ -380,6 +380,6 @@ def _check_schedule(plan: ReshardPlan, schedule: Schedule) -> None:
     ):
         return
     heading, fix = "peak_bytes: the schedule was not made from this plan", "Pass the result of this plan's `schedule`."
-    found = f"{plural(len(schedule), 'piece')}, not all of this plan's transfers"
-    expected = "only pieces of this plan's transfers"
+    found = f"{plural(len(schedule), 'piece')}, some of which belong to no transfer of this plan"
+    expected = "only pieces of transfers of this plan"
     raise MetadataError(error_text(heading, found=found, expected=expected, fix=fix))

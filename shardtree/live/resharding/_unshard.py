@@ -289,7 +289,7 @@ def _check_same(leaves: Mapping[TreePath, Any], pairs: Iterable[tuple[TreePath, 
         if path in leaves and leaf is not HOLE and {type(leaf), type(leaves[path])} >= {_Slot} and leaf != leaves[path]
     ]
     if wrong:
-        fix = "Pass {shard.key: shard} for each rank instead of its tree."
+        fix = "Instead of each rank's tree, pass a dict of all of the rank's shards: {shard.key: shard, ...}."
         raise TreeError(error_text("unshard: ranks have different tensors at the same path", offenders=wrong, fix=fix))
 
 

@@ -37,7 +37,7 @@ def parameter_shapes(parameters: Mapping[str, Any]) -> dict[str, tuple[int, ...]
         raise MetadataError(error_text(heading, found=found, expected="a mapping", fix=fix))
     wrong = [text for name, value in parameters.items() if (text := _problem(name, value))]
     if wrong:
-        fix = "Pass shapes, tensors or shards without flattened_range. If a factory has no data, pass a shape instead."
+        fix = "For each name, pass a shape, a tensor, a shard or a factory with data, but none with flattened_range."
         raise MetadataError(error_text("plan_buffers: unusable parameters", offenders=wrong, fix=fix))
     _check_dtypes(parameters)
     return {name: _shape(value) or () for name, value in parameters.items()}

@@ -126,12 +126,12 @@ def _checked_tree(rank: int, tree: Any, lengths: Mapping[str, int], dtype: torch
     """
     subject = f"buffer_slices: rank {rank}"
     if not isinstance(tree, Mapping):
-        found, fix = type(tree).__name__, "Pass {name: tensor}, such as the result of a load of `flat_targets`."
+        found, fix = type(tree).__name__, "Pass {name: tensor}, such as `load` returns for `flat_targets`."
         raise ShapeError(error_text(f"{subject}: tree is not a mapping", found=found, expected="a mapping", fix=fix))
     wrong = [f"{name!r} is missing" for name in lengths if name not in tree]
     wrong += [f"{name!r}: the rank has no elements of it" for name in tree if name not in lengths]
     if wrong:
-        fix = "Pass one kind of state, with exactly the names in `plan.ranges(rank)`."
+        fix = "Pass one tensor, such as exp_avg, for each name in `plan.ranges(rank)`, and no other names."
         raise KeyMismatch(error_text(f"{subject}: wrong names in tree", offenders=wrong, fix=fix))
     tensors = {name: _tensor(tree[name]) for name in lengths}
     wrong = [
@@ -141,8 +141,8 @@ def _checked_tree(rank: int, tree: Any, lengths: Mapping[str, int], dtype: torch
         or (tensor.dtype, tuple(tensor.shape)) != (dtype, (length,))
     ]
     if wrong:
-        fix = "Pass each range as a 1-D tensor; and pass dtype= if it is not torch.float32."
-        raise ShapeError(error_text(f"{subject}: wrong shapes or dtypes", offenders=wrong, fix=fix))
+        fix = "Pass each range as a 1-D tensor, and the dtype of these tensors as dtype= (default: torch.float32)."
+        raise ShapeError(error_text(f"{subject}: ranges of wrong shapes or dtypes", offenders=wrong, fix=fix))
     empty = [repr(name) for name, tensor in tensors.items() if tensor.is_meta]
     if empty:
         fix = "Load these targets first, and pass what `load` returns."
@@ -302,8 +302,8 @@ def _check_replicas(
         lines = [f"{name!r}: replica_id {parameters[name].replica_id}" for name in unclear]
         heading = "flat_shards: unclear whether these replica ids number the copies on data-parallel ranks"
         fix = (
-            "If only data-parallel ranks hold copies, pass `replica_id=lambda replica: 0`.\n"
-            "  If the ids do not number data-parallel ranks, pass `replica_id=lambda replica: replica`.\n"
-            "  Otherwise, give the parameters tuples as replica ids, with the data-parallel rank last."
+            "If these ids number data-parallel ranks only, pass `replica_id=lambda replica: 0`.\n"
+            "  If they number other ranks only, such as tensor-parallel, pass `replica_id=lambda replica: replica`.\n"
+            "  If they number both, make each replica id a tuple with the data-parallel rank last."
         )
         raise MetadataError(error_text(heading, offenders=lines, fix=fix))

@@ -86,7 +86,7 @@ class LocalReader:
                 ) from error
             if not count:
                 missing = sum(buffer.nbytes for buffer in pending)
-                raise StorageError(error_text(f"{self.path!r} ends at byte {byte}", expected=f"{missing} bytes more"))
+                raise StorageError(error_text(f"cannot read {missing} more bytes: {self.path!r} ends at byte {byte}"))
             byte += count
             pending = remaining(pending, count) if len(pending) > 1 or count < pending[0].nbytes else []
 
@@ -95,8 +95,8 @@ class LocalReader:
         stop = self.length if end is None else end
         # The range is checked before memory is allocated: a damaged header may ask for any number of bytes.
         if stop > self.length:
-            heading = f"{self.path!r} ends at byte {self.length}"
-            raise StorageError(error_text(heading, expected=f"bytes {begin} to {stop}"))
+            heading = f"cannot read bytes {begin} to {stop}: {self.path!r} ends at byte {self.length}"
+            raise StorageError(error_text(heading))
         try:
             data = memoryview(bytearray(max(stop - begin, 0)))
         except MemoryError as error:
@@ -330,7 +330,7 @@ def _wait_for_lock(descriptor: int, path: str) -> None:
             return
         waited = time.monotonic() - begin
         if waited > _LONGEST_WAIT:
-            fix = "End it (`lslocks` lists locks with their processes), or save to another folder."
+            fix = "End that program (`lslocks` lists locks with their processes), or save to another folder."
             raise StorageError(error_text(f"another program holds the lock (flock) of {path!r}", fix=fix))
         if waited > _LONG_WAIT and not is_logged:
             logger.warning("save: waiting for the lock (flock) of %r, which another program holds", path)

@@ -59,7 +59,7 @@ def _renameat2() -> Any:
 
 
 _FILES, _OWNER, _INODE, _PROBE, _REST = "checkpoint", "owner.json", "inode", "probe", "rest"
-_ELSEWHERE = "Save to a new folder, then remove the old one."
+_ELSEWHERE = "Save to a new folder."
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +167,7 @@ class LocalSibling:
             except OSError as error:
                 problems.append(f"{name!r}: {error.strerror}")
         if problems:
-            heading = f"save: the new folder cannot get hard links to the other files of {self.root!r}"
+            heading = f"save: other programs' files in {self.root!r} cannot be hard-linked into the new folder"
             raise StrategyError(error_text(heading, offenders=problems, fix=_ELSEWHERE))
 
     def share(self, names: Sequence[str], *, durable: bool) -> tuple[str, ...]:

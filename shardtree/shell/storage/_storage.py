@@ -44,8 +44,8 @@ def byte_view(buffer: AnyBuffer, where: str) -> Buffer:
         return memoryview(np.frombuffer(view, dtype=np.uint8)) if view.nbytes else memoryview(b"")
     except (TypeError, ValueError, BufferError) as error:
         kind = f"{type(buffer).__name__} ({error})"
-        expected = "bytes, a bytearray, a memoryview or an array, contiguous"
-        fix = "For a tensor, pass tensor.contiguous().numpy(). Put a single buffer into a list: [buffer]."
+        expected = "bytes, a bytearray, a memoryview or a contiguous array"
+        fix = "Turn tensors into tensor.contiguous().numpy(). Pass buffers in a list, even one: [buffer]."
         heading = f"cannot write {where!r}: the value is not a contiguous buffer"
         raise StorageError(error_text(heading, found=kind, expected=expected, fix=fix)) from error
 

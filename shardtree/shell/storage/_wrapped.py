@@ -66,10 +66,10 @@ def wrapped(storage: Storage, **calls: Function | None) -> Any:
         removing a
     """
     names = {*CALLS, *(capability.name for capability in fields(Capabilities))}
-    wrong = [f"{name}: unknown method" for name in calls if name not in names]
-    wrong += [f"{name}: None, but the method is required" for name in CALLS if calls.get(name, wrapped) is None]
+    wrong = [f"{name}: not a method of Storage or a capability" for name in calls if name not in names]
+    wrong += [f"{name}: None, which only a capability may be" for name in CALLS if calls.get(name, wrapped) is None]
     if wrong:
-        raise StorageError(error_text("wrapped: invalid methods", offenders=wrong, fix="Pass functions or None."))
+        raise StorageError(error_text("wrapped: invalid methods", offenders=wrong, fix="Correct or omit these."))
     return Wrapped(storage, calls)
 
 

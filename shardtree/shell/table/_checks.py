@@ -162,5 +162,5 @@ def checked_data(shard: ShardedTensor) -> Any:
         ShapeError: the data was changed since the save began.
     """
     if difference := misfit(shard):
-        raise ShapeError(error_text("save: a tensor was changed while it waited to be written", found=difference))
+        raise ShapeError(error_text(f"save: {shard.key!r} was changed before the save wrote it", found=difference))
     return shard.data

@@ -65,7 +65,7 @@ def decode_metadata(data: bytes, where: str) -> dict[str, Any]:
 
 
 def fields_of_backend(backend: str, version: int) -> Fields:
-    """Return the fields of metadata.json for a checkpoint of a single format that writes no such file.
+    """Return the fields that metadata.json would have, for a checkpoint in a format without that file.
 
     Examples:
         >>> fields_of_backend("zarr", 3)["common_backend"]

@@ -159,7 +159,7 @@ def check_alone(storage: Storage, folder: str, *, pauses: Sequence[float] = ()) 
         time.sleep(pause)
         others = _others_alive(storage, folder)
     if others:
-        fix = "Run only one save to a folder at a time; wait for the other one, or abandon it."
+        fix = "Wait until that save ends, call abandon() on its AsyncRequest, or save to another folder."
         raise StorageError(error_text(f"save: another save to {storage.where()!r} is in progress", fix=fix))
 
 

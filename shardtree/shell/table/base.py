@@ -179,7 +179,7 @@ def register_default_strategy(
         other = default_strategies.get(row)
         if other is not None and other is not function and not override:
             name = f"{other.__module__}.{getattr(other, '__qualname__', other)}"
-            fix = "Pass override=True to replace it, or strategies=default_strategies | {...} to one call."
+            fix = "Pass override=True to replace it, or pass strategies=default_strategies | {...} to a save or load."
             raise StrategyError(error_text(f"register: {_row_text(row)} already has a function", found=name, fix=fix))
         _rows[row] = function
         return function
@@ -210,14 +210,14 @@ def get_default_strategy(action: Enum, backend: str, version: int, *, strategies
         ...
         shardtree.errors.StrategyError: no strategy for save_sharded with backend 'punch cards', version 1
           save_sharded exists for ('safetensors', 1)
-          Install this backend's package, or pass a function to register_default_strategy or in strategies=.
+          Install the package of this backend, or add its functions with register_default_strategy or strategies=.
     """
     row = _checked_row(action, backend, version)
     strategy = find_strategy(*row, strategies=strategies)
     if strategy is None:
         have = ", ".join(map(repr, formats_with(action, strategies=strategies)))
         errors = packages().errors
-        fix = "Install this backend's package, or pass a function to register_default_strategy or in strategies=."
+        fix = "Install the package of this backend, or add its functions with register_default_strategy or strategies=."
         offenders = [f"{action.value} exists for {have or 'no backend'}", *errors]
         error = StrategyError(error_text(f"no strategy for {_row_text(row)}", offenders=offenders, fix=fix))
         raise error from next(iter(errors.values()), None)
@@ -360,8 +360,8 @@ def packages() -> Packages:
             problem = f"entry point {entry_point.name!r} ({entry_point.value}) cannot be loaded"
             errors[f"{problem}: {type(error).__name__}: {error}"] = error
     if errors:
-        fix = "Their formats are missing. Repair or uninstall these packages."
-        text = error_text("strategies: installed packages are broken", offenders=list(errors), fix=fix)
+        fix = "Repair these packages, or uninstall them if their formats are not needed."
+        text = error_text("strategies: formats of broken packages are not available", offenders=list(errors), fix=fix)
         warnings.warn(text, RuntimeWarning, stacklevel=2)
     return Packages({row: default_strategies[row] for row in default_strategies if row not in before}, errors)
 

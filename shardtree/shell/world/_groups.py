@@ -70,7 +70,7 @@ def member_of(group: torch.distributed.ProcessGroup | None) -> torch.distributed
         raise WorldError(error_text("torch.distributed has no default process group", fix=fix))
     group = dist.group.WORLD if group is None else group
     if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
-        raise WorldError(error_text(f"rank {dist.get_rank()} is not in the process group that it passed"))
+        raise WorldError(error_text(f"rank {dist.get_rank()} is not in the process group: only members may use it"))
     return group
 
 

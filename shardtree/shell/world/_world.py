@@ -113,8 +113,8 @@ class World(ABC):
         sizes = {rank: data.size for rank, data in pieces.items()}
         expected = {rank: buffer.numel() for rank, buffer in incoming.items() if buffer.numel()}
         if sizes != expected:
-            heading = f"exchange: the bytes that rank {self.rank} received do not fit the buffers that it passed"
-            raise WorldError(error_text(heading, found=f"{sizes} bytes by sender", expected=expected))
+            heading = f"exchange: rank {self.rank} did not receive as many bytes as its `incoming` buffers hold"
+            raise WorldError(error_text(heading, found=f"bytes by sender {sizes}", expected=expected))
         for rank, data in pieces.items():
             np.copyto(incoming[rank].numpy(), data)
 
@@ -147,8 +147,8 @@ class World(ABC):
             self.check_peer("exchange", peer)
             plain = buffer.is_cpu and buffer.dtype == torch.uint8 and buffer.ndim == 1 and buffer.is_contiguous()
             if not plain:
-                found = f"{tuple(buffer.shape)} {buffer.dtype} on {buffer.device}, strides {buffer.stride()}"
-                expected = "(bytes,) torch.uint8 on cpu, strides (1,)"
+                found = f"shape {tuple(buffer.shape)}, strides {buffer.stride()}, {buffer.dtype}, {buffer.device}"
+                expected = "shape (n,), strides (1,), torch.uint8, cpu"
                 raise WorldError(error_text(f"exchange: bad buffer for rank {peer}", found=found, expected=expected))
 
     def check_one_each(self, values: Sequence[object]) -> None:

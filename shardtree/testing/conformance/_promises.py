@@ -90,7 +90,7 @@ def refuse_unknown(subject: Subject, checks: Mapping[Enum, ActionCheck]) -> None
         heading = f"check_strategy: {(subject.backend, subject.version)!r} has functions for actions without a check"
         fix = (
             "Pass promises={action: check}. check(function, save) is called with the backend's function for the action "
-            "and with a function that saves a list of trees, one for each rank, and returns the Checkpoint; it must "
+            "and with a function that saves a list of trees, one for each rank, and returns the Checkpoint; check must "
             "raise AssertionError if the backend's function is wrong. Pass the action's signature, as a Protocol, in "
             "protocols={action: protocol}."
         )

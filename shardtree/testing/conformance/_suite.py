@@ -150,7 +150,7 @@ def check_strategy(
     subject = Subject(backend, version, strategies, directory, save, examples, protocols or {})
     if not subject.actions():
         heading = f"check_strategy: the dispatch table has no rows for {(backend, version)!r}"
-        fix = "Pass a table that contains the backend's rows as strategies=, or register them."
+        fix = "Register the backend's functions, or pass them by strategies=default_strategies | {...}."
         raise StrategyError(error_text(heading, fix=fix))
     refuse_unknown(subject, checks)
     names, refusals, left_out, failures = [], list[RefusedCase](), dict[str, str](), list[_BrokenPromise]()

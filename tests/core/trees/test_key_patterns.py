@@ -128,7 +128,7 @@ def test_a_conversion_warns_of_what_a_shell_reads_otherwise(call: str) -> None:
     given = {"leave_out": ["a.*"]} if call == "leave_out" else {"layout": {"a.*": (2,)}}
     with pytest.warns(
         FutureWarning,
-        match=rf"convert: {call}: patterns that match other keys here than in a shell\n  'a\.\*' fits 1 key",
+        match=rf"convert: {call}: patterns that match other keys than .* as a shell's globs\n  'a\.\*' fits 1 key",
     ):
         sharded.convert(storage, sharded.storage.MemoryStorage(), backend="safetensors", **given)
 

@@ -143,7 +143,7 @@ def _written_count(calls: Sequence[QueuedSave], *, blocking: bool, no_dist: bool
     if len(set(indices)) > 1:
         offenders = [f"rank {rank}: async save {index}" for rank, index in enumerate(indices)]
         fix = "Schedule and finalize the same saves on every rank, in the same order."
-        heading = f"{calls[0]}: rank {world.rank} would finalize this save, other ranks would finalize another"
+        heading = f"rank {world.rank} would finalize {calls[0]}, but other ranks would finalize another save"
         raise WorldError(error_text(heading, offenders=offenders, fix=fix))
     return min(count for _, count in progress)
 
@@ -308,5 +308,5 @@ def refuse_overlap(directory: Directory, rank: int) -> None:
     calls = [call for call in calls_in_progress() if call.request.world.rank == rank]
     for call in calls:
         if call.request.folder is not None and is_same_place(call.request.folder, storage_at(directory)):
-            fix = "Finalize it first, with maybe_finalize_async_calls(blocking=True), or save to another folder."
-            raise CheckpointReplaced(error_text(f"save: {call} is not committed yet", fix=fix))
+            fix = "Finalize that save first, with maybe_finalize_async_calls(blocking=True), or save to another folder."
+            raise CheckpointReplaced(error_text(f"save: {call} is not committed yet, and has the same folder", fix=fix))

@@ -99,8 +99,8 @@ def refuse_other_keys(paths: Sequence[TreePath], common: Any, checkpoint_keys: C
     if pairs:
         heading = "load: plain tensors of the target are stored under other keys than those of their paths"
         fix = (
-            "Replace each by `ShardedTensor.from_rank_offsets(key, tensor)` with the stored key, or nest the target\n"
-            "  so that its paths, joined by dots, are the keys. Wrap a rank's own values in `LocalNonpersistentObject`."
+            "Replace each by `ShardedTensor.from_rank_offsets(stored_key, tensor)`, or nest the target so that each\n"
+            "  path, joined by dots, is the stored key. Wrap a rank's own values in `LocalNonpersistentObject`."
         )
         offenders = [f"{render_path(path)}: {path_key(path)!r} is not stored, {text}" for path, text in pairs]
         raise KeyMismatch(error_text(heading, offenders=offenders, fix=fix))

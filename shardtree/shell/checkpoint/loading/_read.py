@@ -211,7 +211,7 @@ def read_shards(reading: Reading, shards: Sequence[ShardedTensor]) -> ReadReport
         report = load_sharded(reading.checkpoint, shards)
     if not isinstance(report, ReadReport):
         # A function that returns tensors, as in other libraries, hasn't filled the shards' memory.
-        heading = "load: invalid result of a function that loads shards"
+        heading = f"load: invalid result of the load_sharded function for {backend!r}"
         fix = "Fill the data of each shard in place, and return a ReadReport."
         raise StrategyError(error_text(heading, found=type(report).__name__, expected="a ReadReport", fix=fix))
     return report

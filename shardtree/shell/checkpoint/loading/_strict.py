@@ -140,7 +140,7 @@ def refuse_keys(missing: Iterable[str], unexpected: Sequence[Unexpected]) -> Non
         ...
         shardtree.errors.KeyMismatch: load: keys of target and checkpoint differ: 1 missing
           missing (stored, asked for by no rank): 'step'
-          Change the target's keys, or pass a strict mode that logs, returns or ignores them.
+          Change the target's keys, or load anyway: strict='log_all', 'return_all' or 'ignore_all'.
     """
     absent, prefix = sorted(missing), prefix_difference(unexpected)
     if not absent and not unexpected:
@@ -151,7 +151,7 @@ def refuse_keys(missing: Iterable[str], unexpected: Sequence[Unexpected]) -> Non
     lines = _some(list(map(_unexpected_line, unexpected)) if prefix is None else [str(prefix)], others)
     fixes = [] if prefix is None else [prefix.fix]
     fixes += dict.fromkeys(key.fix for key in unexpected if key.path is not None)
-    fixes.append("Change the target's keys, or pass a strict mode that logs, returns or ignores them.")
+    fixes.append("Change the target's keys, or load anyway: strict='log_all', 'return_all' or 'ignore_all'.")
     error = KeyMismatch(error_text(_differing(absent, unexpected), offenders=lines, fix="\n  ".join(fixes)))
     error.missing, error.unexpected = tuple(absent), tuple(sorted(item.key for item in unexpected))
     raise error

@@ -184,7 +184,7 @@ def new_memory(key: str, shape: tuple[int, ...], dtype: torch.dtype, device: tor
         return trees.empty_data(shape, dtype, device)
     except RuntimeError as error:
         # torch raises a plain RuntimeError when it is out of memory on the CPU.
-        raise CheckpointingException(error_text(f"load: no memory for {key!r}", found=f"{shape} {dtype}")) from error
+        raise CheckpointingException(error_text(f"load: no memory for {key!r}: {shape} {dtype} on {device}")) from error
 
 
 def deliver_all(

@@ -138,10 +138,10 @@ def with_content_metadata(tree: Any, content_metadata: Mapping[str, Any] | None)
     if content_metadata is None:
         return tree
     if not isinstance(tree, dict) or CONTENT_METADATA in tree:
-        obstacle = "an entry of that name" if isinstance(tree, dict) else type(tree).__name__
+        obstacle = "a dict that has this key" if isinstance(tree, dict) else type(tree).__name__
         raise TreeError(
             error_text(
-                f"save: cannot add {CONTENT_METADATA!r} to the tree", found=obstacle, expected="a dict without it"
+                f"save: cannot add {CONTENT_METADATA!r} to the tree", found=obstacle, expected="a dict without this key"
             )
         )
     return {**tree, CONTENT_METADATA: content_metadata}
@@ -215,7 +215,7 @@ def check_union(save: Save) -> None:
         heading = "save: unknown value of SaveOptions.common"
         raise MetadataError(error_text(heading, found=repr(common), expected="'same' or 'union'"))
     if common == "union" and (save.common_view is not None or not save.validate):
-        fix = "Leave out preprocess_common_before_consistancy_check and validate_access_integrity=False."
+        fix = "Do not pass validate_access_integrity=False or preprocess_common_before_consistancy_check=."
         raise MetadataError(error_text("save: common='union' needs a comparison of the whole common states", fix=fix))
 
 

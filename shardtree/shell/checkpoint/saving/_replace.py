@@ -41,7 +41,7 @@ from ...world import one_process
 from .._dispatch import common_backend, sharded_backend
 from .._open import read_fields, traits_together
 
-_ELSEWHERE = "Save to a new folder, then remove the old one."
+_ELSEWHERE = "Save to a new folder."
 
 
 def sibling_of(storage: Storage, save_id: str) -> Sibling:
@@ -126,8 +126,8 @@ def remove_sibling(storage: Storage, sibling: Sibling, strategies: Strategies | 
         # The old folder is searched again, since files may have been made between the links and the exchange.
         others = _others(sibling.storage, sibling, strategies)
         if clashes := sibling.share(others, durable=durable):
-            what = f"save: other programs' files cannot be kept in {storage.where()!r}: it has files of the same names"
-            fix = f"The save is complete. Move them out of {sibling.storage.where()!r}; a later save removes the rest."
+            what = f"save: {storage.where()!r} is complete, but other files in the old folder have names of new files"
+            fix = f"Move these files out of {sibling.storage.where()!r}; a later save then removes that old folder."
             raise StorageError(error_text(what, offenders=map(repr, clashes), fix=fix))
     sibling.remove()
 

@@ -305,8 +305,8 @@ class _UseCheck:
     def __del__(self) -> None:
         if self.is_used or self.process != os.getpid():  # a fork has a copy of the object, but no save
             return
-        heading = f"an asynchronous save to {self.where!r} was never begun: its request was dropped"
-        fix = "Pass the request to an AsyncCallsQueue, or call its execute_sync() or abandon()."
+        heading = f"an asynchronous save to {self.where!r} was never begun: its AsyncRequest was dropped"
+        fix = "Call execute_sync() or abandon() on the AsyncRequest, or pass it to an AsyncCallsQueue."
         warnings.warn(error_text(heading, fix=fix), ResourceWarning, stacklevel=2, source=self)
 
 

@@ -167,7 +167,7 @@ def inspect_folder(storage: Storage, formats: Formats, *, overwrite: bool, save_
     names = () if formats.in_save_folder else manifests(formats.strategies)
     if (manifest := next((name for name in names if storage.length(name) is not None), None)) is not None:
         heading = f"save: {storage.where(manifest)!r} is a manifest, but its checkpoint is not in this folder"
-        raise StorageError(error_text(heading, fix="Move it, or save elsewhere: it would not match the new files."))
+        raise StorageError(error_text(heading, fix="Move that manifest, or save to another folder."))
     return save_id, before, None
 
 

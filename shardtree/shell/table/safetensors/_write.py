@@ -182,8 +182,8 @@ def _part_buffers(part: FilePart, totals: list[int] | None) -> Iterator[Buffer]:
             size += buffer.nbytes
             yield buffer
         if size != entries.length[rows.start]:
-            found, expected = f"{size} bytes of data", f"{entries.length[rows.start]} bytes"
-            heading = f"save: {entries.keys[rows.start]!r} changed its size while it was written"
+            found, expected = f"{size} bytes", f"{entries.length[rows.start]} bytes"
+            heading = f"save: the data of {entries.keys[rows.start]!r} changed in size during the save"
             raise CheckpointingException(error_text(heading, found=found, expected=expected))
 
 
