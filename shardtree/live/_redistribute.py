@@ -119,7 +119,7 @@ def _text(keys: Sequence[str], place: tuple[int, ...], axes: int) -> str:
 
 def _refuse(side: str, rank: int, lines: Sequence[str]) -> None:
     heading = f"redistribute: the {side} tree of rank {rank} differs from the plan"
-    fix = "Make the plan from the trees that the ranks have now, and number its ranks as in the world."
+    fix = "Make the plan from the trees that ranks have now, and give each tree the number of its rank in the world."
     raise IntegrityError(error_text(heading, offenders=lines, fix=fix))
 
 

@@ -81,9 +81,9 @@ def refuse_subclass(derived: type) -> NoReturn:
         UnsupportedValue: Always.
     """
     found = f"class {derived.__qualname__}({', '.join(base.__name__ for base in derived.__bases__)})"
-    fix = "Use the shardtree class itself. Keep added fields in a dict beside its instance; write methods as functions."
+    fix = "Use the shardtree class itself. Keep added fields in a dict beside the instance; write methods as functions."
     # A class without a module, such as one made by `eval`, has no `__module__`.
-    heading = f"{getattr(derived, '__module__', 'no module')}: a base class is of shardtree and cannot be subclassed"
+    heading = f"{getattr(derived, '__module__', 'no module')}: a base class is shardtree's and cannot be subclassed"
     raise UnsupportedValue(error_text(heading, found=found, fix=fix))
 
 

@@ -143,7 +143,7 @@ def join(common: Tree, target: Tree, own: Own | None = None) -> Tree:
         return tree.value
     if tree is HOLE:
         heading = "join: the target's outermost list, tuple or instance has entries for which nothing is loaded"
-        raise TreeError(error_text(heading, fix="Load into a dict, which may lack some, or the whole saved structure."))
+        raise TreeError(error_text(heading, fix="Use a dict, which may lack entries, or the whole saved structure."))
     return tree
 
 

@@ -117,7 +117,7 @@ def find_places(source: ShardColumns, target: ShardColumns) -> HeldPlaces:
 
 
 def place_boxes(shards: ShardColumns) -> BoxColumns:
-    """Return the boxes that make up shards: one for a box, a few for a flat range."""
+    """Return the boxes that make up shards. A flat range is made up of a few boxes."""
     return shard_boxes(shards.offset, shards.shape, shards.start, shards.stop)
 
 

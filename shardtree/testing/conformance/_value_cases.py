@@ -104,7 +104,7 @@ def _check_common(subject: Subject, values: Mapping[str, Callable[[], Any]]) -> 
 
 
 def common_positions(subject: Subject) -> Iterator[Case]:
-    """Yield three cases: common values in a list around a shard, without shards, and beside `content_metadata`."""
+    """Yield cases for common values: in a list that holds a shard, too; without shards; beside `content_metadata`."""
     yield Case("a list of values around a shard", partial(_check_hole, subject))
     yield Case("nothing but values", partial(_check_alone, subject))
     yield Case("content_metadata", partial(_check_content, subject))
