@@ -63,7 +63,7 @@ def foreign(files: Files, calls: Sequence[Call] = CALLS) -> list[str]:
 PLACE = re.compile(
     r"saved(\[| is )"  # the path of a value
     r"|(at|before) byte \d"  # what isn't a pickle of data
-    r"|param_shapes|partition_count|hyperparameter groups|rank \d+'s part of '"  # what files contradict each other about
+    r"|param_shapes|partition_count|hyperparameter groups|rank \d+'s part of '"  # what files contradict
     r"|\n  '[^'\n]+': "  # a tensor, and how much of it files have
 )
 
