@@ -182,7 +182,7 @@ def check_stored_shards(columns: ShardColumns) -> None:
     """
     problems = write_problems(columns)
     if problems:
-        fix = "If shards overlap, give replicas different replica_ids; if one exceeds its global shape, move it."
+        fix = "Give replicas different replica_ids. Correct the offset of a shard that exceeds its global shape."
         heading = "save: these shards cannot be stored in one checkpoint"
         raise IntegrityError(error_text(heading, offenders=map(str, problems), fix=fix))
 

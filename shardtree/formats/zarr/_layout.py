@@ -280,8 +280,8 @@ def chunk_files(part: ArrayLayout, rank: int, numbers: Column) -> Iterator[Chunk
 def _whole(array: StoredArray, columns: ShardColumns, file: Column, step: Shape) -> Runs:
     """Return one run of bytes from each shard to its chunk file. The boxes of all shards must be whole chunks.
 
-    `file` is the index of each shard's chunk file, and `step` the shape of a chunk. The result is like that of a load
-    from the shards: its `file` is the index of a shard, and its `target` that of a chunk file.
+    `file` is the index of each shard's chunk file, and `step` the shape of a chunk. In the result, `file` holds indices
+    of shards, since shards are the source here, and `target` holds indices of chunk files.
     """
     place = columns.offset // np.array(step, dtype=np.int64) % np.array(inner_counts(array) or (1,), dtype=np.int64)
     strides = row_major_strides(np.array([inner_counts(array) or (1,)], dtype=np.int64))
@@ -294,8 +294,8 @@ def _whole(array: StoredArray, columns: ShardColumns, file: Column, step: Shape)
 def _planned_runs(part: ArrayLayout, columns: ShardColumns, files: Column, step: Shape) -> Runs:
     """Return the runs of bytes from shards to chunk files. The shards' boxes may have any shape.
 
-    `files` are rows of `part.cells`, and `step` is the shape of a chunk. The result is like that of a load from the
-    shards: its `file` is the index of a shard, and its `target` an index into `files`.
+    `files` are rows of `part.cells`, and `step` is the shape of a chunk. In the result, `file` holds indices of shards,
+    since shards are the source here, and `target` holds indices into `files`.
     """
     # The write is planned as a load of chunks from shards, since the same code finds their intersections.
     slots = _slots(part.array, part.cells[files])
