@@ -205,7 +205,7 @@ FAULTS: dict[Fault, str] = {
     raises_what_it_gets: "KeyError",
     says_it_can_half: r"only \['sibling'\] of \['sibling', 'siblings'\]",
     copies_what_it_should_move: "after move of 'm'",
-    makes_no_folders: "holds exactly the files",
+    makes_no_folders: "holds the same files",
     exchanges_nothing: "in one step: afterwards",
     locks_nobody_out: "one caller at a time: another thread came in",
     passes_over_conditions: "replaces a file only while",
@@ -239,5 +239,5 @@ def test_another_object_for_the_place_tells_what_is_there_from_what_is_remembere
         return storage
 
     check_storage(new_storage)
-    with pytest.raises(AssertionError, match="holds exactly the files"):
+    with pytest.raises(AssertionError, match="holds the same files"):
         check_storage(new_storage, lambda storage: places[id(storage)])
